@@ -1,0 +1,36 @@
+# make demo and make test install what they need into .venv first; nothing else is asked of the machine than
+# Python >= 3.10, make and, for the fast CPU kernels, a C compiler.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+
+.PHONY: demo test lint types install clean
+
+demo: $(READY)
+	$(BIN)/surgeon-fx doctor
+	$(BIN)/python bench/kernels.py --quick
+
+test: lint types
+	$(BIN)/pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy does not follow the import hook of an editable install: show it the package as a folder of links.
+types: $(READY)
+	mkdir -p build/types/surgeon_fx
+	ln -sfn $(CURDIR)/surgeon_fx/* $(CURDIR)/kernels $(CURDIR)/passes build/types/surgeon_fx/
+	$(BIN)/mypy
+
+install: $(READY)
+
+$(READY): pyproject.toml setup.py kernels/native/prune_pack.c kernels/native/chunk_kernels.h
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info kernels/native/*.so

@@ -1,0 +1,168 @@
+"""Compiles every Triton kernel for GPUs that need not be here, and reads what the assembler says about registers.
+
+    python bench/triton_targets.py                         all kernels, dtypes and targets
+    python bench/triton_targets.py --targets sm_80 gfx942 --dtypes float32 --json -
+
+Exits non-zero if a kernel does not compile. Spills are reported for NVIDIA targets, from `ptxas -v`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from surgeon_fx.kernels.layout import FLOAT_BITS
+from tabulate import tabulate
+from tqdm import tqdm
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+compress = importlib.import_module("surgeon_fx.kernels.compress.triton")
+bits = importlib.import_module("surgeon_fx.kernels.bits.triton")
+
+NVIDIA = ("sm_72", "sm_75", "sm_80", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")
+AMD = ("gfx90a", "gfx942")
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_BITS if dtype is not torch.float16}  # as bfloat16
+ELEMENTS = {"x", "room", "values", "out"}
+POINTERS = {
+    "state": "*i64",
+    "blocks": "*i64",
+    "bins": "*i64",
+    "row": "*i64",
+    "bitmask": "*u8",
+    "bits": "*u8",
+    "mask": "*u8",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    kernel: str
+    dtype: str
+    target: str
+    registers: int | None
+    shared_bytes: int
+    spill_bytes: int | None
+
+
+def kernels(width: int, any_width: bool) -> Iterator[tuple[Any, dict[str, object]]]:
+    """Each kernel with its compile-time arguments; those that do not see elements only where `any_width`."""
+    block = {"WIDTH": width, "SIZE": compress.BLOCK}
+    yield compress.bracket_kernel, {"WIDTH": width, "SIZE": compress.SAMPLE}
+    yield compress.count_kernel, block
+    for level in (0, 1):
+        yield compress.histogram_kernel, {**block, "LEVEL": level}
+    yield compress.finish_kernel, {**block, "LEVELS": compress.levels(width)}
+    yield compress.pack_kernel, block
+    yield compress.expand_kernel, {"SIZE": compress.BLOCK}
+    yield bits.pack_sign_kernel, block
+    if any_width:
+        for ties in (True, False):
+            yield compress.scan_kernel, {"WITH_TIES": ties, "SIZE": compress.SCAN_BLOCK}
+        yield compress.popcount_kernel, {"SIZE": compress.BLOCK // 8}
+        yield bits.pack_bits_kernel, {"SIZE": compress.BLOCK}
+        yield bits.unpack_bits_kernel, {"SIZE": compress.BLOCK}
+
+
+def signature(kernel: Any, width: int, constants: dict[str, object]) -> dict[str, str]:
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in ELEMENTS:
+            return f"*i{width}"
+        if name == "nan_key":
+            return "i64" if width == 64 else "i32"
+        return POINTERS.get(name, "i64")
+
+    return {name: kind(name) for name in kernel.arg_names}
+
+
+def compile_kernel(kernel: Any, width: int, constants: dict[str, object], target: str) -> Any:
+    gpu = GPUTarget("cuda", int(target[3:]), 32) if target in NVIDIA else GPUTarget("hip", target, 64)
+    indexed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature(kernel, width, constants), constexprs=indexed)
+    return triton.compile(source, target=gpu, options={"num_warps": compress.NUM_WARPS})
+
+
+def assembler_report(ptx: str) -> str:
+    """What the bundled assembler says of a kernel; of the two that Triton ships, the one that reads its PTX."""
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    architecture = re.search(r"\.target (sm_\w+)", ptx)
+    assert architecture
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        for assembler in sorted(folder.glob("ptxas*")):
+            command = [str(assembler), "-v", f"--gpu-name={architecture[1]}", file.name, "-o", "/dev/null"]
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode == 0:
+                return result.stderr
+    raise RuntimeError(f"no assembler of Triton's took the kernel: {result.stderr}")
+
+
+def compile_target(target: str, dtypes: list[str]) -> list[Row]:
+    rows = []
+    for dtype in dtypes:
+        width = 8 * DTYPES[dtype].itemsize
+        for kernel, constants in kernels(width, any_width=dtype == dtypes[0]):
+            compiled = compile_kernel(kernel, width, constants, target)
+            registers = spilled = None
+            if target in NVIDIA:
+                report = assembler_report(compiled.asm["ptx"])
+                spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+                used = re.search(r"Used (\d+) registers", report)
+                assert spills, report
+                assert used, report
+                registers, spilled = int(used[1]), int(spills[1]) + int(spills[2])
+            rows.append(Row(kernel.__name__, dtype, target, registers, compiled.metadata.shared, spilled))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", default=[*NVIDIA, *AMD], choices=[*NVIDIA, *AMD])
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--json", metavar="PATH", help="JSON lines instead of a table; - for standard output")
+    arguments = parser.parse_args()
+
+    rows: list[Row] = []
+    with ProcessPoolExecutor(max_workers=2) as pool:
+        jobs = [pool.submit(compile_target, target, arguments.dtypes) for target in arguments.targets]
+        for job in tqdm(jobs, unit="target"):
+            rows += job.result()
+    if arguments.json:
+        lines = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
+        sys.stdout.write(lines) if arguments.json == "-" else Path(arguments.json).write_text(lines)
+        return 0
+    table = {}
+    for row in rows:
+        cell = (
+            "ok"
+            if row.registers is None
+            else f"{row.registers}" + (f" +{row.spill_bytes} B spilled" if row.spill_bytes else "")
+        )
+        table.setdefault((row.kernel, row.dtype), {}).setdefault(row.target, cell)
+    print(
+        tabulate(
+            [[*key, *(cells[t] for t in arguments.targets)] for key, cells in table.items()],
+            ["kernel", "dtype", *arguments.targets],
+        )
+    )
+    print("registers per thread; ok: compiles")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,68 @@
+"""One bit per element: bit i % 8 of byte i // 8 is element i in memory order; the last byte is filled with zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from surgeon_fx.kernels.backends import check_backend, define_op, implementation
+from surgeon_fx.kernels.compress import check_float
+from surgeon_fx.kernels.layout import bit_bytes, densify, flatten, unflatten
+from torch import Tensor
+
+
+def pack_bits(mask: Tensor, backend: str = "auto") -> Tensor:
+    """A boolean tensor as bits."""
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        raise ValueError(f"mask must be a boolean tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
+    return _pack_bits_op(densify(mask), check_backend(backend))
+
+
+def pack_sign(x: Tensor, backend: str = "auto") -> Tensor:
+    """The bits of `~(x <= 0)`: where x is positive or NaN, which is where ReLU passes the gradient."""
+    return _pack_sign_op(densify(check_float(x)), check_backend(backend))
+
+
+def unpack_bits(
+    bits: Tensor, shape: int | Sequence[int], stride: Sequence[int] | None = None, backend: str = "auto"
+) -> Tensor:
+    """The boolean tensor behind `bits`, contiguous unless the strides of a dense layout are given."""
+    size = torch.Size((shape,) if isinstance(shape, int) else shape)
+    _check_bits(bits, size.numel())
+    flat = _unpack_bits_op(bits, size.numel(), check_backend(backend))
+    return flat.view(size) if stride is None else unflatten(flat, size, stride)
+
+
+def _check_bits(bits: Tensor, numel: int) -> None:
+    if bits.dtype is not torch.uint8 or bits.dim() != 1 or not bits.is_contiguous():
+        raise ValueError(f"bits must be a contiguous uint8 vector, got {bits.dtype} of shape {tuple(bits.shape)}")
+    if bits.numel() != bit_bytes(numel):
+        raise ValueError(f"bits has {bits.numel()} bytes; {numel} elements go with {bit_bytes(numel)}")
+
+
+def _run_pack_bits(mask: Tensor, backend: str = "auto") -> Tensor:
+    return implementation("bits", backend, mask.device.type).pack_bits(flatten(densify(mask)))
+
+
+def _run_pack_sign(x: Tensor, backend: str = "auto") -> Tensor:
+    return implementation("bits", backend, x.device.type).pack_sign(flatten(densify(x)))
+
+
+def _run_unpack_bits(bits: Tensor, numel: int, backend: str = "auto") -> Tensor:
+    _check_bits(bits, numel)
+    return implementation("bits", backend, bits.device.type).unpack_bits(bits, numel)
+
+
+def _fake_pack(x: Tensor, backend: str = "auto") -> Tensor:
+    return x.new_empty(bit_bytes(x.numel()), dtype=torch.uint8)
+
+
+def _fake_unpack(bits: Tensor, numel: int, backend: str = "auto") -> Tensor:
+    return bits.new_empty(numel, dtype=torch.bool)
+
+
+_pack_bits_op = define_op('pack_bits(Tensor mask, str backend="auto") -> Tensor', _run_pack_bits, _fake_pack)
+_pack_sign_op = define_op('pack_sign(Tensor x, str backend="auto") -> Tensor', _run_pack_sign, _fake_pack)
+_unpack_bits_op = define_op(
+    'unpack_bits(Tensor bits, SymInt numel, str backend="auto") -> Tensor', _run_unpack_bits, _fake_unpack
+)

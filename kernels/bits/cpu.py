@@ -1,0 +1,28 @@
+"""The C kernels (kernels/native) on CPU tensors."""
+
+from __future__ import annotations
+
+import torch
+from surgeon_fx.kernels.layout import FLOAT_BITS, bit_bytes
+from surgeon_fx.kernels.native import library, threads
+from torch import Tensor
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    bits = torch.empty(bit_bytes(mask.numel()), dtype=torch.uint8)
+    library().sfx_pack_bits(mask.data_ptr(), mask.numel(), bits.data_ptr(), threads())
+    return bits
+
+
+def pack_sign(x: Tensor) -> Tensor:
+    bits = torch.empty(bit_bytes(x.numel()), dtype=torch.uint8)
+    library().sfx_pack_sign(
+        x.data_ptr(), x.numel(), x.element_size(), FLOAT_BITS[x.dtype].inf, bits.data_ptr(), threads()
+    )
+    return bits
+
+
+def unpack_bits(bits: Tensor, numel: int) -> Tensor:
+    mask = torch.empty(numel, dtype=torch.bool)
+    library().sfx_unpack_bits(bits.data_ptr(), numel, mask.data_ptr(), threads())
+    return mask

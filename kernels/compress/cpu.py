@@ -1,0 +1,53 @@
+"""The C kernels (kernels/native) on CPU tensors."""
+
+from __future__ import annotations
+
+import torch
+from surgeon_fx.kernels.compress.reference import mask_mismatch
+from surgeon_fx.kernels.layout import FLOAT_BITS, bit_bytes
+from surgeon_fx.kernels.native import library, threads
+from torch import Tensor
+
+
+def compress(flat: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+    values = flat.new_empty(kept)
+    bitmask = torch.empty(bit_bytes(flat.numel()), dtype=torch.uint8)
+    compress_into(flat, values, bitmask)
+    return values, bitmask
+
+
+def compress_into(flat: Tensor, values: Tensor, bitmask: Tensor) -> None:
+    failed = library().sfx_compress(
+        flat.data_ptr(),
+        flat.numel(),
+        flat.element_size(),
+        FLOAT_BITS[flat.dtype].inf,
+        values.numel(),
+        values.data_ptr(),
+        bitmask.data_ptr(),
+        threads(),
+    )
+    if failed:
+        raise MemoryError("no memory for the scratch of compress")
+
+
+def decompress(values: Tensor, bitmask: Tensor, numel: int) -> Tensor:
+    flat = values.new_empty(numel)
+    decompress_into(values, bitmask, flat)
+    return flat
+
+
+def decompress_into(values: Tensor, bitmask: Tensor, flat: Tensor) -> None:
+    status = library().sfx_decompress(
+        values.data_ptr(),
+        values.numel(),
+        bitmask.data_ptr(),
+        flat.numel(),
+        flat.element_size(),
+        flat.data_ptr(),
+        threads(),
+    )
+    if status > 0:
+        raise ValueError(mask_mismatch(values.numel()))
+    if status < 0:
+        raise MemoryError("no memory for the scratch of decompress")

@@ -1,0 +1,112 @@
+"""Loads the C kernels that the package's build left beside this file."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import c_char_p, c_int, c_int64, c_uint64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+import torch  # first: it brings the OpenMP runtime that the library's symbols resolve to
+
+HERE = Path(__file__).parent
+LIBRARY = HERE / "prune_pack.so"
+FAILURE_NOTE = HERE / "build_failure.txt"  # written by setup.py
+
+SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "sfx_init": (None, []),
+    "sfx_isa": (c_char_p, [c_int]),
+    "sfx_set_isa": (c_int, [c_char_p]),
+    "sfx_openmp": (c_int, []),
+    # x, n, width, inf, kept, values, mask, threads
+    "sfx_compress": (c_int, [c_void_p, c_int64, c_int64, c_uint64, c_int64, c_void_p, c_void_p, c_int]),
+    # values, kept, mask, n, width, out, threads
+    "sfx_decompress": (c_int, [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int]),
+    # x, n, width, inf, bits, threads
+    "sfx_pack_sign": (None, [c_void_p, c_int64, c_int64, c_uint64, c_void_p, c_int]),
+    # mask, n, bits, threads
+    "sfx_pack_bits": (None, [c_void_p, c_int64, c_void_p, c_int]),
+    # bits, n, mask, threads
+    "sfx_unpack_bits": (None, [c_void_p, c_int64, c_void_p, c_int]),
+}
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:  # torch was built without OpenMP, or keeps it to itself: bring the system's
+        for runtime in ("libgomp.so.1", "libomp.so", "libomp.dylib"):
+            try:
+                ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+                return ctypes.CDLL(str(path))
+            except OSError:
+                continue
+        raise
+
+
+@lru_cache(maxsize=1)
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    if not LIBRARY.exists():
+        reason = (
+            FAILURE_NOTE.read_text().strip()
+            if FAILURE_NOTE.exists()
+            else "the package was installed without its build step"
+        )
+        return None, f"the C kernels were not built: {reason}. Reinstall surgeon-fx with gcc or clang on the path"
+    try:
+        lib = _open(LIBRARY)
+    except OSError as error:
+        return None, f"the C kernels did not load: {error}"
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    lib.sfx_init()
+    return lib, ""
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library. RuntimeError with the reason where there is none."""
+    lib, reason = _load()
+    if lib is None:
+        raise RuntimeError(reason)
+    return lib
+
+
+def unavailable_reason() -> str:
+    """Why the C kernels cannot run here; empty where they can."""
+    return _load()[1]
+
+
+def instruction_set() -> str:
+    """The instruction set in use: avx512, avx2, neon or portable."""
+    return str(library().sfx_isa(-1).decode())
+
+
+def instruction_sets() -> list[str]:
+    """What this build and this machine can both do, best first."""
+    names: list[str] = []
+    while (name := library().sfx_isa(len(names))) is not None:
+        names.append(name.decode())
+    return [name for name in names if name]
+
+
+@contextmanager
+def forced_instruction_set(name: str) -> Iterator[None]:
+    """For tests and measurements: run with a given instruction set."""
+    before = instruction_set()
+    if library().sfx_set_isa(name.encode()) != 0:
+        raise ValueError(f"no {name!r} here; this machine has {', '.join(instruction_sets())}")
+    try:
+        yield
+    finally:
+        library().sfx_set_isa(before.encode())
+
+
+def uses_openmp() -> bool:
+    return bool(library().sfx_openmp())
+
+
+def threads() -> int:
+    return torch.get_num_threads()

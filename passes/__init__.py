@@ -1,0 +1,1 @@
+"""FX passes: capture a model and rewrite what it saves for backward."""

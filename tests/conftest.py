@@ -1,0 +1,12 @@
+"""Without a GPU, Triton kernels run under its interpreter, which must be asked for before triton is imported."""
+
+import os
+
+import torch
+from hypothesis import settings
+
+if not (torch.cuda.is_available() or torch.xpu.is_available()):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+settings.register_profile("default", deadline=None, print_blob=True)
+settings.load_profile("default")

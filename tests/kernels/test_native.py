@@ -1,0 +1,111 @@
+"""The C kernels: every instruction set, any number of threads, the fallback, and memory."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import DTYPES, LARGE, VALUES, assert_same, make, same_bits
+from surgeon_fx.kernels import compress, decompress, native, pack_bits, pack_sign, unpack_bits
+
+SOURCES = Path(__file__).parents[2] / "kernels" / "native"
+CHECK = Path(__file__).with_name("native_check.c")
+
+
+@pytest.fixture(params=[1, 2, 3, 8])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("isa", native.instruction_sets())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_on_every_instruction_set_and_thread_count(isa, dtype, threads):
+    for values in VALUES:
+        for size, ratio in ((1000, 0.5), (70_001, 0.9), (300_000, 0.3)):
+            x = make(values, size, dtype)
+            expected = compress(x, ratio, backend="reference")
+            with native.forced_instruction_set(isa):
+                actual = compress(x, ratio, backend="cpu")
+                assert_same(actual, expected)
+                assert same_bits(decompress(actual), decompress(expected, backend="reference"))
+                assert torch.equal(pack_sign(x), pack_sign(x, backend="reference"))
+                assert torch.equal(unpack_bits(pack_bits(x > 0), size), x > 0)
+
+
+def test_same_bits_every_time():
+    x = make("normal", LARGE, torch.float32)
+    first = compress(x, 0.9)
+    for _ in range(10):
+        assert_same(compress(x, 0.9), first)
+
+
+def sampled_positions(n: int) -> torch.Tensor:
+    """Where prune_pack.c looks to guess the threshold."""
+    size = min(int(n ** (2 / 3)), 1 << 18)
+    stride = n // size
+    positions = []
+    for i in range(size):
+        h = (i + 1) * 0x9E3779B97F4A7C15 % 2**64
+        h = (h ^ h >> 29) * 0xBF58476D1CE4E5B9 % 2**64 >> 32
+        positions.append(i * stride + (h * stride >> 32))
+    return torch.tensor(positions)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ratio", [0.5, 0.9])
+def test_a_misleading_sample_costs_time_only(dtype, ratio, threads):
+    n = 200_000
+    seen = sampled_positions(n)
+    far_above, far_below, all_inside = (make("normal", n, dtype) for _ in range(3))
+    far_above[seen] = 1000
+    far_below[seen] = 0
+    quantile = far_above.float().abs().quantile(ratio).to(dtype)
+    all_inside[:] = quantile * (1 + torch.rand(n) * 0.01).to(dtype)
+    all_inside[seen] = make("normal", len(seen), dtype)
+    for x in (far_above, far_below, all_inside):
+        assert_same(compress(x, ratio), compress(x, ratio, backend="reference"))
+
+
+def test_unknown_instruction_set_is_refused():
+    with pytest.raises(ValueError, match="no 'mmx' here; this machine has"), native.forced_instruction_set("mmx"):
+        pass
+
+
+@pytest.mark.parametrize("offset", [1, 3])
+def test_unaligned_memory(offset):
+    x = make("normal", 100_000, torch.float32)[offset:]
+    assert_same(compress(x, 0.9), compress(x.clone(), 0.9))
+
+
+def test_neon_under_emulation(tmp_path):
+    compiler, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
+    if not compiler or not emulator:
+        pytest.skip("needs aarch64-linux-gnu-gcc and qemu-aarch64 (Debian: gcc-aarch64-linux-gnu, qemu-user)")
+    program = tmp_path / "check"
+    build = [compiler, "-O2", "-std=gnu11", "-static", f"-I{SOURCES}", str(CHECK), "-o", str(program), "-lm"]
+    subprocess.run(build, check=True)
+    result = subprocess.run([emulator, str(program), "neon"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
+def test_clean_under_sanitizers(tmp_path):
+    program = tmp_path / "check"
+    flags = [
+        "-O1",
+        "-g",
+        "-std=gnu11",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+        "-fno-sanitize=alignment",
+    ]
+    build = ["gcc", *flags, f"-I{SOURCES}", str(CHECK), "-o", str(program), "-lm"]
+    if subprocess.run(build, capture_output=True).returncode:
+        pytest.skip("gcc has no sanitizers here")
+    for isa in native.instruction_sets():
+        result = subprocess.run([str(program), isa], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
