@@ -6,8 +6,9 @@
 
 Providers are described in kernel_providers.py. At each case they take turns, one repetition a round, so that a noisy
 machine is unfair to all alike. A repetition is compress and then decompress, timed apart and together; what they
-return is freed after the clock has stopped. Before a short repetition comes the same one untimed, so that each provider
-finds the caches as it leaves them itself. Ratios are ratios of medians.
+return is freed after the clock has stopped. Before a short repetition come a few untimed ones, so that each provider
+finds the caches as it leaves them itself: after one alone, a copy still pays for what a slow provider swept away.
+Ratios are ratios of medians.
 
 "fresh" memory comes from the allocator, as a user's would: page faults are in the time where the allocator maps memory
 anew, which glibc does above 32 MiB and mostly avoids below. "touched" memory was written to before.
@@ -54,7 +55,7 @@ YARDSTICKS = ("copy", "clone")
 SIZES = (12, 14, 16, 18, 20, 22, 24, 25, 26)
 QUICK_SIZES = (12, 16, 20, 22)
 LEAST_REPETITIONS, MOST_REPETITIONS = 3, 100
-WARM_BELOW_SECONDS = 0.05  # a longer repetition sweeps the caches anyway
+WARM_UPS, WARM_BELOW_SECONDS = 2, 0.03  # a longer repetition sweeps the caches itself
 CHECK_SIZES = (33, 70_001, (1 << 22) + 1)  # too small to sample, sampled and threaded, restored past the cache
 
 
@@ -78,28 +79,33 @@ class Timed:
     compress: list[float] = field(default_factory=list)
     decompress: list[float] = field(default_factory=list)
     together: list[float] = field(default_factory=list)
+    spent: float = 0.0  # warm-ups included
 
-    def repeat(self, watch: Stopwatch) -> None:
+    def turn(self, watch: Stopwatch) -> None:
+        """One repetition that counts, and before it those that do not."""
+        begin = time.perf_counter()
+        took = self.together[-1] if self.together else self.repeat(watch)[2]
+        if took < WARM_BELOW_SECONDS:
+            for _ in range(WARM_UPS):
+                self.repeat(watch)
+        compress, decompress, together = self.repeat(watch)
+        self.compress.append(compress)
+        self.decompress.append(decompress)
+        self.together.append(together)
+        self.spent += time.perf_counter() - begin
+
+    def repeat(self, watch: Stopwatch) -> tuple[float, float, float]:
         start = watch.mark()
         saved = self.steps.compress()
         middle = watch.mark()
         restored = self.steps.decompress(saved) if self.steps.decompress else saved
         end = watch.mark()
-        self.together.append(watch.seconds(start, end))
-        if self.steps.decompress:
-            self.compress.append(watch.seconds(start, middle))
-            self.decompress.append(watch.seconds(middle, end))
-        del saved, restored
-
-    def warm_up(self) -> None:
-        if not self.together or self.together[-1] < WARM_BELOW_SECONDS:
-            saved = self.steps.compress()
-            if self.steps.decompress:
-                self.steps.decompress(saved)
+        del saved, restored  # not before the clock has stopped
+        return watch.seconds(start, middle), watch.seconds(middle, end), watch.seconds(start, end)
 
     def wants_more(self, budget: float) -> bool:
         done = len(self.together)
-        return done < LEAST_REPETITIONS or (done < MOST_REPETITIONS and sum(self.together) < budget)
+        return done < LEAST_REPETITIONS or (done < MOST_REPETITIONS and self.spent < budget)
 
 
 def time_case(
@@ -111,8 +117,7 @@ def time_case(
     begin, others = time.perf_counter(), others_core_seconds()
     while turn := [one for one in timed if one.wants_more(budget)]:
         for one in turn:
-            one.warm_up()
-            one.repeat(watch)
+            one.turn(watch)
     busy_cores = max(0.0, others_core_seconds() - others) / (time.perf_counter() - begin)
     where = replace(where, busy_cores=round(busy_cores, 2))
     return [row for one in timed for row in timing_rows(case, one, x.nbytes, where)]

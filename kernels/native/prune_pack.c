@@ -5,7 +5,7 @@
  * |x|, with every NaN equal and above infinity. Keys are non-negative as signed integers, which is how SIMD compares.
  *
  * compress, exact for any input and any number of threads:
- *   1. bracket   the keys of ~n^(2/3) elements, one from each stratum; quantiles around the wanted rank give [lo, hi]
+ *   1. bracket   the keys of n^(2/3) / 2 elements, one from each stratum; quantiles around the wanted rank give [lo, hi]
  *   2. count     one pass: per chunk, how many keys are above hi, at hi, at lo, and the few strictly inside, collected
  *   3. select    the k-th largest key T, by radix select among those few. Rank outside the bracket: radix select over x
  *   4. offsets   per chunk, how many elements it emits and how many ties with T it may keep: exact, from 2 and 3
@@ -51,6 +51,7 @@ enum {
     SAMPLE_FROM = 1 << 13,  /* smaller tensors go straight to radix select */
     SAMPLE_MOST = 1 << 18,
     HUGE_PAGE = 1 << 21,
+    PREFETCH_BYTES = 4096,
 };
 static const double BRACKET_SIGMAS = 4.0;       /* a miss (about 1 call in 10,000) costs time, never correctness */
 static const int64_t STREAM_BYTES = 8 << 20;    /* restored tensors larger than this bypass the cache */
@@ -119,10 +120,11 @@ INLINE uint64_t lowest_set(uint64_t bits, int64_t n) {
     return kept;
 }
 
-/* A cheap hash: where inside its stratum a sample lies, so that no period of the data can alias with the stride. */
-INLINE uint64_t scatter(uint64_t i) {
-    i = (i + 1) * 0x9e3779b97f4a7c15ull;
-    return (i ^ i >> 29) * 0xbf58476d1ce4e5b9ull >> 32;
+/* The element that stands for stratum i: hashed within it, so that no period of the data can alias with the stride. */
+INLINE int64_t place_in_stratum(int64_t i, int64_t stride) {
+    uint64_t h = ((uint64_t)i + 1) * 0x9e3779b97f4a7c15ull;
+    h = (h ^ h >> 29) * 0xbf58476d1ce4e5b9ull >> 32;
+    return i * stride + (int64_t)(h * (uint64_t)stride >> 32);
 }
 
 #define CAT_(a, b, c) a##_##b##_##c
@@ -258,12 +260,13 @@ INLINE int64_t share(int64_t total, int64_t s, int64_t shards) { return total * 
 
 static int shards_for(int64_t n, int threads) {
     int64_t chunks = (n + CHUNK - 1) / CHUNK;
-    return n < PARALLEL_FROM || threads < 1 ? 1 : (int)MIN(chunks, threads);
+    return (int)MAX(1, MIN(chunks, threads));
 }
 
 #define PRAGMA(text) _Pragma(#text)
-#define FOR_SHARDS(s, count) \
-    PRAGMA(omp parallel for num_threads(count) schedule(static, 1) if (count > 1)) \
+/* `work` elements in all: with few, waiting for the other threads would cost more than they save. */
+#define FOR_SHARDS(s, count, work) \
+    PRAGMA(omp parallel for num_threads(count) schedule(static, 1) if ((count) > 1 && (work) >= PARALLEL_FROM)) \
     for (int s = 0; s < (count); s++)
 
 /* Fresh outputs: ask the kernel for huge pages where a whole one fits. A no-op on memory already touched. */
@@ -279,9 +282,11 @@ static void expect_writes(void *p, int64_t bytes) {
 /* The rank-th largest of the keys >= base and <= top that lie in the parts. *rank becomes the rank among its equals. */
 static uint64_t radix_select(const Job *j, const void *const *parts, const int64_t *sizes, int count, uint64_t base, uint64_t top, int64_t *rank, int64_t *bins) {
     int bits = top > base ? 64 - __builtin_clzll(top - base) : 0;
+    int64_t work = 0;
+    for (int s = 0; s < count; s++) work += sizes[s];
     while (bits > 0) {
         int shift = MAX(bits - RADIX_BITS, 0);
-        FOR_SHARDS(s, count) {
+        FOR_SHARDS(s, count, work) {
             memset(bins + (int64_t)s * BINS, 0, BINS * sizeof *bins);
             j->k->histogram(parts[s], sizes[s], j->nan_key, base, bits, shift, bins + (int64_t)s * BINS);
         }
@@ -308,7 +313,7 @@ typedef struct {
 static Sampling plan_sampling(const Job *j) {
     Sampling p = {0};
     if (j->n < SAMPLE_FROM) return p;
-    p.sample = MIN((int64_t)pow((double)j->n, 2.0 / 3), SAMPLE_MOST);
+    p.sample = MIN((int64_t)(pow((double)j->n, 2.0 / 3) / 2), SAMPLE_MOST);
     double q = (double)j->kept / (double)j->n, expected;
     p.rank = q * p.sample;
     p.margin = BRACKET_SIGMAS * sqrt(p.rank * (1 - q)) + 2;
@@ -319,7 +324,7 @@ static Sampling plan_sampling(const Job *j) {
 
 /* A bracket that holds the k-th largest key with high probability. */
 static Bracket sample_bracket(const Job *j, Sampling p, void *room, int64_t *bins) {
-    FOR_SHARDS(s, j->shards)
+    FOR_SHARDS(s, j->shards, p.sample)
         j->k->gather(j->x, j->n / p.sample, share(p.sample, s, j->shards), share(p.sample, s + 1, j->shards), j->nan_key, room);
     int64_t rank_hi = (int64_t)(p.rank - p.margin), rank_lo = (int64_t)(p.rank + p.margin) + 1;
     const void *part = room;
@@ -330,7 +335,7 @@ static Bracket sample_bracket(const Job *j, Sampling p, void *room, int64_t *bin
 }
 
 static Chunk count_chunks(const Job *j, Bracket b, Chunk *chunks, char *room, int64_t room_each) {
-    FOR_SHARDS(s, j->shards) {
+    FOR_SHARDS(s, j->shards, j->n) {
         char *at = room + (int64_t)s * room_each * j->width;
         int64_t left = room_each;
         for (int64_t c = share(j->chunks, s, j->shards); c < share(j->chunks, s + 1, j->shards); c++) {
@@ -377,7 +382,9 @@ static uint64_t find_threshold(const Job *j, Bracket *b, Chunk *chunks, char *ro
 
 /* What each chunk emits, now that T is known. */
 static void place_chunks(const Job *j, Bracket b, uint64_t t, int64_t ties, Chunk *chunks) {
-    FOR_SHARDS(s, j->shards)
+    int64_t candidates = 0;
+    for (int64_t c = 0; c < j->chunks; c++) candidates += chunks[c].stored;
+    FOR_SHARDS(s, j->shards, candidates)
         for (int64_t c = share(j->chunks, s, j->shards); c < share(j->chunks, s + 1, j->shards); c++) {
             Chunk *k = &chunks[c];
             k->emitted = k->above + (t < b.hi ? k->at_hi : 0);
@@ -413,7 +420,7 @@ EXPORT int sfx_compress(const void *x, int64_t n, int64_t width, uint64_t inf, i
         else b.lo = b.hi = radix_select(&j, &x, &n, 1, 0, j.nan_key, &ties, bins);
         uint64_t t = find_threshold(&j, &b, chunks, room, p.room_each, bins, &ties);
         place_chunks(&j, b, t, ties, chunks);
-        FOR_SHARDS(s, j.shards)
+        FOR_SHARDS(s, j.shards, n)
             for (int64_t c = share(j.chunks, s, j.shards); c < share(j.chunks, s + 1, j.shards); c++)
                 j.k->pack(j.x + c * CHUNK * width, chunk_size(n, c), j.nan_key, t, &chunks[c], (char *)values + chunks[c].offset * width, mask + c * (CHUNK / 8));
     }
@@ -440,7 +447,7 @@ EXPORT int sfx_decompress(const void *values, int64_t kept, const uint8_t *mask,
     int shards = shards_for(n, threads), stream = n * width >= STREAM_BYTES && (uintptr_t)out % 64 == 0;
     int64_t *offsets = malloc((size_t)(chunks + 1) * sizeof *offsets);
     if (!offsets) return -1;
-    FOR_SHARDS(s, shards)
+    FOR_SHARDS(s, shards, n / 8)
         for (int64_t c = share(chunks, s, shards); c < share(chunks, s + 1, shards); c++)
             offsets[c] = count_bits(mask + c * (CHUNK / 8), (chunk_size(n, c) + 7) / 8);
     for (int64_t c = 0; c < chunks; c++) {
@@ -451,7 +458,7 @@ EXPORT int sfx_decompress(const void *values, int64_t kept, const uint8_t *mask,
     int fits = offset == kept && (n % 8 == 0 || mask[n / 8] >> n % 8 == 0);
     if (fits) {
         expect_writes(out, n * width);
-        FOR_SHARDS(s, shards)
+        FOR_SHARDS(s, shards, n)
             for (int64_t c = share(chunks, s, shards); c < share(chunks, s + 1, shards); c++)
                 k->expand((const char *)values + offsets[c] * width, kept - offsets[c], mask + c * (CHUNK / 8), chunk_size(n, c), (char *)out + c * CHUNK * width, stream);
     }
@@ -466,7 +473,7 @@ EXPORT void sfx_pack_sign(const void *x, int64_t n, int64_t width, uint64_t inf,
     int64_t chunks = (n + CHUNK - 1) / CHUNK;
     const Kernels *k = kernels_for(width);
     int shards = shards_for(n, threads);
-    FOR_SHARDS(s, shards)
+    FOR_SHARDS(s, shards, n)
         for (int64_t c = share(chunks, s, shards); c < share(chunks, s + 1, shards); c++)
             k->sign((const char *)x + c * CHUNK * width, chunk_size(n, c), inf + 1, bits + c * (CHUNK / 8));
 }
@@ -475,7 +482,7 @@ EXPORT void sfx_pack_sign(const void *x, int64_t n, int64_t width, uint64_t inf,
 EXPORT void sfx_pack_bits(const uint8_t *mask, int64_t n, uint8_t *bits, int threads) {
     int64_t chunks = (n + CHUNK - 1) / CHUNK;
     int shards = shards_for(n, threads);
-    FOR_SHARDS(s, shards) {
+    FOR_SHARDS(s, shards, n) {
         int64_t i = share(chunks, s, shards) * CHUNK, end = MIN(share(chunks, s + 1, shards) * CHUNK, n);
         for (; i < end; i += 8) {
             uint64_t w = 0;
@@ -488,7 +495,7 @@ EXPORT void sfx_pack_bits(const uint8_t *mask, int64_t n, uint8_t *bits, int thr
 EXPORT void sfx_unpack_bits(const uint8_t *bits, int64_t n, uint8_t *mask, int threads) {
     int64_t chunks = (n + CHUNK - 1) / CHUNK;
     int shards = shards_for(n, threads);
-    FOR_SHARDS(s, shards) {
+    FOR_SHARDS(s, shards, n) {
         int64_t i = share(chunks, s, shards) * CHUNK, end = MIN(share(chunks, s + 1, shards) * CHUNK, n);
         for (; i < end; i += 8) {
             uint64_t w = (bits[i / 8] * 0x0101010101010101ull) & 0x8040201008040201ull; /* byte b keeps bit b */

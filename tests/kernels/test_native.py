@@ -45,7 +45,7 @@ def test_same_bits_every_time():
 
 def sampled_positions(n: int) -> torch.Tensor:
     """Where prune_pack.c looks to guess the threshold."""
-    size = min(int(n ** (2 / 3)), 1 << 18)
+    size = min(int(n ** (2 / 3) / 2), 1 << 18)
     stride = n // size
     positions = []
     for i in range(size):
