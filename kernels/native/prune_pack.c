@@ -50,7 +50,8 @@ enum {
     BINS = 1 << RADIX_BITS,
     SAMPLE_FROM = 1 << 13,  /* smaller tensors go straight to radix select */
     SAMPLE_MOST = 1 << 18,
-    HUGE_PAGE = 1 << 21,
+    PAGE = 1 << 12,
+    CHUNKS_AHEAD = 8,       /* output faulted in at once: what fits a cache */
     PREFETCH_BYTES = 4096,
 };
 static const double BRACKET_SIGMAS = 4.0;       /* a miss (about 1 call in 10,000) costs time, never correctness */
@@ -269,11 +270,24 @@ static int shards_for(int64_t n, int threads) {
     PRAGMA(omp parallel for num_threads(count) schedule(static, 1) if ((count) > 1 && (work) >= PARALLEL_FROM)) \
     for (int s = 0; s < (count); s++)
 
-/* Fresh outputs: ask the kernel for huge pages where a whole one fits. A no-op on memory already touched. */
-static void expect_writes(void *p, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    uintptr_t begin = ((uintptr_t)p + HUGE_PAGE - 1) & ~(uintptr_t)(HUGE_PAGE - 1), end = ((uintptr_t)p + bytes) & ~(uintptr_t)(HUGE_PAGE - 1);
-    if (end > begin) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+/* Whether memory from the allocator has yet to be faulted in, judged by the page in its middle. */
+static int is_fresh(const void *p, int64_t bytes) {
+#if defined(__linux__)
+    unsigned char resident = 1;
+    uintptr_t middle = ((uintptr_t)p + (uintptr_t)bytes / 2) & ~(uintptr_t)(PAGE - 1);
+    return bytes >= 16 * PAGE && mincore((void *)middle, 1, &resident) == 0 && !(resident & 1);
+#else
+    (void)p, (void)bytes;
+    return 0;
+#endif
+}
+
+/* Faults pages in, many to a system call and just before they are written: about two thirds of the price of faulting at
+ * each. Huge pages would be cheaper still where the kernel has them at hand, and many times dearer where it has not. */
+static void fault_in(void *p, int64_t bytes) {
+#if defined(__linux__)
+    uintptr_t begin = ((uintptr_t)p + PAGE - 1) & ~(uintptr_t)(PAGE - 1), end = ((uintptr_t)p + (uintptr_t)bytes) & ~(uintptr_t)(PAGE - 1);
+    if (end > begin) (void)madvise((void *)begin, end - begin, 23); /* MADV_POPULATE_WRITE: Linux 5.14; before it, refused */
 #else
     (void)p, (void)bytes;
 #endif
@@ -412,17 +426,26 @@ EXPORT int sfx_compress(const void *x, int64_t n, int64_t width, uint64_t inf, i
     int64_t *bins = malloc((size_t)j.shards * BINS * sizeof *bins);
     char *own_room = need > kept ? malloc((size_t)(need * width)) : NULL;
     char *room = need > kept ? own_room : values; /* the output is scratch until it is written */
-    int ok = chunks && bins && room;
+    int ok = chunks && bins && room, fresh = is_fresh(values, kept * width);
     if (ok) {
-        expect_writes(values, kept * width);
+        if (fresh) fault_in(room, need * width);
         Bracket b;
         if (p.sample) b = sample_bracket(&j, p, room, bins);
         else b.lo = b.hi = radix_select(&j, &x, &n, 1, 0, j.nan_key, &ties, bins);
         uint64_t t = find_threshold(&j, &b, chunks, room, p.room_each, bins, &ties);
         place_chunks(&j, b, t, ties, chunks);
-        FOR_SHARDS(s, j.shards, n)
-            for (int64_t c = share(j.chunks, s, j.shards); c < share(j.chunks, s + 1, j.shards); c++)
+        FOR_SHARDS(s, j.shards, n) { /* from the last chunk to the first: what count read last is still in the cache */
+            int64_t first = share(j.chunks, s, j.shards), ready = share(j.chunks, s + 1, j.shards);
+            for (int64_t c = ready - 1; c >= first; c--) {
+                if (fresh && c < ready) {
+                    int64_t end = ready < j.chunks ? chunks[ready].offset : kept, next = MAX(ready - CHUNKS_AHEAD, first);
+                    fault_in((char *)values + chunks[next].offset * width, (end - chunks[next].offset) * width);
+                    fault_in(mask + next * (CHUNK / 8), (MIN(ready * CHUNK, n) - next * CHUNK) / 8);
+                    ready = next;
+                }
                 j.k->pack(j.x + c * CHUNK * width, chunk_size(n, c), j.nan_key, t, &chunks[c], (char *)values + chunks[c].offset * width, mask + c * (CHUNK / 8));
+            }
+        }
     }
     free(chunks);
     free(bins);
@@ -444,7 +467,8 @@ static int64_t count_bits(const uint8_t *bits, int64_t n) {
 EXPORT int sfx_decompress(const void *values, int64_t kept, const uint8_t *mask, int64_t n, int64_t width, void *out, int threads) {
     const Kernels *k = kernels_for(width);
     int64_t chunks = (n + CHUNK - 1) / CHUNK, offset = 0;
-    int shards = shards_for(n, threads), stream = n * width >= STREAM_BYTES && (uintptr_t)out % 64 == 0;
+    int shards = shards_for(n, threads), fresh = is_fresh(out, n * width);
+    int stream = !fresh && n * width >= STREAM_BYTES && (uintptr_t)out % 64 == 0; /* pages just zeroed are in the cache */
     int64_t *offsets = malloc((size_t)(chunks + 1) * sizeof *offsets);
     if (!offsets) return -1;
     FOR_SHARDS(s, shards, n / 8)
@@ -457,10 +481,15 @@ EXPORT int sfx_decompress(const void *values, int64_t kept, const uint8_t *mask,
     }
     int fits = offset == kept && (n % 8 == 0 || mask[n / 8] >> n % 8 == 0);
     if (fits) {
-        expect_writes(out, n * width);
         FOR_SHARDS(s, shards, n)
-            for (int64_t c = share(chunks, s, shards); c < share(chunks, s + 1, shards); c++)
-                k->expand((const char *)values + offsets[c] * width, kept - offsets[c], mask + c * (CHUNK / 8), chunk_size(n, c), (char *)out + c * CHUNK * width, stream);
+            for (int64_t c = share(chunks, s, shards), end = share(chunks, s + 1, shards), ready = c; c < end; c++) {
+                char *at = (char *)out + c * CHUNK * width;
+                if (fresh && c == ready) {
+                    ready = MIN(c + CHUNKS_AHEAD, end);
+                    fault_in(at, (MIN(ready * CHUNK, n) - c * CHUNK) * width);
+                }
+                k->expand((const char *)values + offsets[c] * width, kept - offsets[c], mask + c * (CHUNK / 8), chunk_size(n, c), at, stream);
+            }
     }
     free(offsets);
     return fits ? 0 : 1;
