@@ -46,9 +46,10 @@ enum {
     WORD = 64,              /* elements per step of every loop: one 64-bit word of mask */
     CHUNK = 1 << 15,        /* elements per unit of parallel work: a whole number of words */
     PARALLEL_FROM = 1 << 16,/* smaller tensors are done before a second thread is awake */
+    BISECT_TO = 1 << 15,    /* elements: what a first or second level cache holds */
     RADIX_BITS = 11,
     BINS = 1 << RADIX_BITS,
-    SAMPLE_FROM = 1 << 13,  /* smaller tensors go straight to radix select */
+    SAMPLE_FROM = 1 << 13,  /* smaller tensors go straight to the select */
     SAMPLE_MOST = 1 << 18,
     PAGE = 1 << 12,
     CHUNKS_AHEAD = 8,       /* output faulted in at once: what fits a cache */
@@ -72,6 +73,7 @@ typedef struct {
 typedef struct {
     void (*gather)(const void *x, int64_t stride, int64_t begin, int64_t end, uint64_t nan_key, void *out);
     void (*histogram)(const void *x, int64_t n, uint64_t nan_key, uint64_t base, int bits, int shift, int64_t *bins);
+    uint64_t (*bisect)(const void *x, int64_t n, uint64_t nan_key, int64_t *rank);
     void (*count)(const void *x, int64_t n, uint64_t nan_key, Bracket b, Chunk *c, void *room, int64_t room_n);
     void (*tally)(const void *keys, int64_t n, uint64_t t, int64_t *above, int64_t *equal);
     void (*pack)(const void *x, int64_t n, uint64_t nan_key, uint64_t t, const Chunk *c, void *out, uint8_t *mask);
@@ -131,9 +133,9 @@ INLINE int64_t place_in_stratum(int64_t i, int64_t stride) {
 #define CAT_(a, b, c) a##_##b##_##c
 #define CAT(a, b, c) CAT_(a, b, c)
 #define FN(name) CAT(name, SFX_ISA, SFX_WIDTH)
-#define WIDTHS(isa) {{gather_##isa##_16, histogram_##isa##_16, count_##isa##_16, tally_##isa##_16, pack_##isa##_16, expand_##isa##_16, sign_##isa##_16}, \
-                     {gather_##isa##_32, histogram_##isa##_32, count_##isa##_32, tally_##isa##_32, pack_##isa##_32, expand_##isa##_32, sign_##isa##_32}, \
-                     {gather_##isa##_64, histogram_##isa##_64, count_##isa##_64, tally_##isa##_64, pack_##isa##_64, expand_##isa##_64, sign_##isa##_64}}
+#define WIDTHS(isa) {{gather_##isa##_16, histogram_##isa##_16, bisect_##isa##_16, count_##isa##_16, tally_##isa##_16, pack_##isa##_16, expand_##isa##_16, sign_##isa##_16}, \
+                     {gather_##isa##_32, histogram_##isa##_32, bisect_##isa##_32, count_##isa##_32, tally_##isa##_32, pack_##isa##_32, expand_##isa##_32, sign_##isa##_32}, \
+                     {gather_##isa##_64, histogram_##isa##_64, bisect_##isa##_64, count_##isa##_64, tally_##isa##_64, pack_##isa##_64, expand_##isa##_64, sign_##isa##_64}}
 
 #define SFX_ISA portable
 #define SFX_WIDTH 16
@@ -294,10 +296,11 @@ static void fault_in(void *p, int64_t bytes) {
 }
 
 /* The rank-th largest of the keys >= base and <= top that lie in the parts. *rank becomes the rank among its equals. */
-static uint64_t radix_select(const Job *j, const void *const *parts, const int64_t *sizes, int count, uint64_t base, uint64_t top, int64_t *rank, int64_t *bins) {
+static uint64_t select_key(const Job *j, const void *const *parts, const int64_t *sizes, int count, uint64_t base, uint64_t top, int64_t *rank, int64_t *bins) {
     int bits = top > base ? 64 - __builtin_clzll(top - base) : 0;
     int64_t work = 0;
     for (int s = 0; s < count; s++) work += sizes[s];
+    if (count == 1 && work <= BISECT_TO) return j->k->bisect(parts[0], work, j->nan_key, rank);
     while (bits > 0) {
         int shift = MAX(bits - RADIX_BITS, 0);
         FOR_SHARDS(s, count, work) {
@@ -343,8 +346,8 @@ static Bracket sample_bracket(const Job *j, Sampling p, void *room, int64_t *bin
     int64_t rank_hi = (int64_t)(p.rank - p.margin), rank_lo = (int64_t)(p.rank + p.margin) + 1;
     const void *part = room;
     Bracket b = {0, j->nan_key};
-    if (rank_hi >= 1) b.hi = radix_select(j, &part, &p.sample, 1, 0, j->nan_key, &rank_hi, bins);
-    if (rank_lo <= p.sample) b.lo = radix_select(j, &part, &p.sample, 1, 0, j->nan_key, &rank_lo, bins);
+    if (rank_hi >= 1) b.hi = select_key(j, &part, &p.sample, 1, 0, j->nan_key, &rank_hi, bins);
+    if (rank_lo <= p.sample) b.lo = select_key(j, &part, &p.sample, 1, 0, j->nan_key, &rank_lo, bins);
     return b;
 }
 
@@ -381,7 +384,7 @@ static uint64_t find_threshold(const Job *j, Bracket *b, Chunk *chunks, char *ro
             for (int64_t c = share(j->chunks, s, j->shards); c < share(j->chunks, s + 1, j->shards); c++) sizes[s] += chunks[c].stored;
         }
         *ties = from_inside;
-        return radix_select(j, parts, sizes, j->shards, b->lo, b->hi, ties, bins);
+        return select_key(j, parts, sizes, j->shards, b->lo, b->hi, ties, bins);
     }
     for (int s = 0; s < j->shards; s++) { /* the bracket missed, or its inside did not fit */
         int64_t begin = share(j->chunks, s, j->shards) * CHUNK, end = MIN(share(j->chunks, s + 1, j->shards) * CHUNK, j->n);
@@ -389,7 +392,7 @@ static uint64_t find_threshold(const Job *j, Bracket *b, Chunk *chunks, char *ro
         sizes[s] = end - begin;
     }
     *ties = j->kept;
-    b->lo = b->hi = radix_select(j, parts, sizes, j->shards, 0, j->nan_key, ties, bins);
+    b->lo = b->hi = select_key(j, parts, sizes, j->shards, 0, j->nan_key, ties, bins);
     count_chunks(j, *b, chunks, room, 0);
     return b->hi;
 }
@@ -431,7 +434,7 @@ EXPORT int sfx_compress(const void *x, int64_t n, int64_t width, uint64_t inf, i
         if (fresh) fault_in(room, need * width);
         Bracket b;
         if (p.sample) b = sample_bracket(&j, p, room, bins);
-        else b.lo = b.hi = radix_select(&j, &x, &n, 1, 0, j.nan_key, &ties, bins);
+        else b.lo = b.hi = select_key(&j, &x, &n, 1, 0, j.nan_key, &ties, bins);
         uint64_t t = find_threshold(&j, &b, chunks, room, p.room_each, bins, &ties);
         place_chunks(&j, b, t, ties, chunks);
         FOR_SHARDS(s, j.shards, n) { /* from the last chunk to the first: what count read last is still in the cache */
