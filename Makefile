@@ -20,8 +20,8 @@ lint: $(READY)
 
 # mypy does not follow the import hook of an editable install: show it the package as a folder of links.
 types: $(READY)
-	mkdir -p build/types/surgeon_fx
-	ln -sfn $(CURDIR)/surgeon_fx/* $(CURDIR)/kernels $(CURDIR)/passes build/types/surgeon_fx/
+	rm -rf build/types && mkdir -p build/types/surgeon_fx
+	ln -sfn "$(CURDIR)"/surgeon_fx/* "$(CURDIR)/kernels" "$(CURDIR)/passes" build/types/surgeon_fx/
 	$(BIN)/mypy
 
 install: $(READY)

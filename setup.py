@@ -34,8 +34,10 @@ class BuildNative(build_ext):
             except Exception as error:
                 failures.append(f"{' '.join(openmp) or 'without OpenMP'}: {error}")
             else:
-                note.unlink(missing_ok=True)
-                return
+                if sys.platform == "darwin" or b"__kmpc_fork_call" not in target.read_bytes():
+                    note.unlink(missing_ok=True)
+                    return
+                target.unlink()  # clang's OpenMP, and torch on Linux brings GNU's: rather one thread than no library
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
         note.write_text("\n".join(failures) + "\n")

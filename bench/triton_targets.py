@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 import triton
-from surgeon_fx.kernels.layout import FLOAT_BITS
 from tabulate import tabulate
 from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from surgeon_fx.kernels.layout import FLOAT_BITS
 
 compress = importlib.import_module("surgeon_fx.kernels.compress.triton")
 bits = importlib.import_module("surgeon_fx.kernels.bits.triton")
@@ -35,6 +36,8 @@ bits = importlib.import_module("surgeon_fx.kernels.bits.triton")
 NVIDIA = ("sm_72", "sm_75", "sm_80", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")
 AMD = ("gfx90a", "gfx942")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_BITS if dtype is not torch.float16}  # as bfloat16
+# How Triton types an integer argument: by its size, and as a constant where it is 1.
+INTEGERS = ("i32", "i64", "one")
 ELEMENTS = {"x", "room", "values", "out"}
 POINTERS = {
     "state": "*i64",
@@ -50,7 +53,9 @@ POINTERS = {
 @dataclass(frozen=True)
 class Row:
     kernel: str
+    variant: str
     dtype: str
+    integers: str
     target: str
     registers: int | None
     shared_bytes: int
@@ -76,7 +81,7 @@ def kernels(width: int, any_width: bool) -> Iterator[tuple[Any, dict[str, object
         yield bits.unpack_bits_kernel, {"SIZE": compress.BLOCK}
 
 
-def signature(kernel: Any, width: int, constants: dict[str, object]) -> dict[str, str]:
+def signature(kernel: Any, width: int, constants: dict[str, object], integers: str) -> dict[str, str]:
     def kind(name: str) -> str:
         if name in constants:
             return "constexpr"
@@ -84,15 +89,18 @@ def signature(kernel: Any, width: int, constants: dict[str, object]) -> dict[str
             return f"*i{width}"
         if name == "nan_key":
             return "i64" if width == 64 else "i32"
-        return POINTERS.get(name, "i64")
+        return POINTERS.get(name, integers)
 
     return {name: kind(name) for name in kernel.arg_names}
 
 
-def compile_kernel(kernel: Any, width: int, constants: dict[str, object], target: str) -> Any:
+def compile_kernel(kernel: Any, width: int, constants: dict[str, object], integers: str, target: str) -> Any:
+    if integers == "one":
+        fixed = {*ELEMENTS, *POINTERS, "nan_key", *constants}
+        constants = {**constants, **{name: 1 for name in kernel.arg_names if name not in fixed}}
     gpu = GPUTarget("cuda", int(target[3:]), 32) if target in NVIDIA else GPUTarget("hip", target, 64)
     indexed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature(kernel, width, constants), constexprs=indexed)
+    source = ASTSource(kernel, signature(kernel, width, constants, integers), constexprs=indexed)
     return triton.compile(source, target=gpu, options={"num_warps": compress.NUM_WARPS})
 
 
@@ -112,12 +120,12 @@ def assembler_report(ptx: str) -> str:
     raise RuntimeError(f"no assembler of Triton's took the kernel: {result.stderr}")
 
 
-def compile_target(target: str, dtypes: list[str]) -> list[Row]:
+def compile_target(target: str, dtypes: list[str], integers: str) -> list[Row]:
     rows = []
     for dtype in dtypes:
         width = 8 * DTYPES[dtype].itemsize
         for kernel, constants in kernels(width, any_width=dtype == dtypes[0]):
-            compiled = compile_kernel(kernel, width, constants, target)
+            compiled = compile_kernel(kernel, width, constants, integers, target)
             registers = spilled = None
             if target in NVIDIA:
                 report = assembler_report(compiled.asm["ptx"])
@@ -126,7 +134,9 @@ def compile_target(target: str, dtypes: list[str]) -> list[Row]:
                 assert spills, report
                 assert used, report
                 registers, spilled = int(used[1]), int(spills[1]) + int(spills[2])
-            rows.append(Row(kernel.__name__, dtype, target, registers, compiled.metadata.shared, spilled))
+            variant = ", ".join(f"{k} {v}" for k, v in constants.items() if k not in ("WIDTH", "SIZE"))
+            shared = compiled.metadata.shared
+            rows.append(Row(kernel.__name__, variant, dtype, integers, target, registers, shared, spilled))
     return rows
 
 
@@ -134,32 +144,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", default=[*NVIDIA, *AMD], choices=[*NVIDIA, *AMD])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--integers", nargs="+", default=INTEGERS, choices=INTEGERS)
     parser.add_argument("--json", metavar="PATH", help="JSON lines instead of a table; - for standard output")
     arguments = parser.parse_args()
 
     rows: list[Row] = []
     with ProcessPoolExecutor(max_workers=2) as pool:
-        jobs = [pool.submit(compile_target, target, arguments.dtypes) for target in arguments.targets]
+        cases = [(target, integers) for target in arguments.targets for integers in arguments.integers]
+        jobs = [pool.submit(compile_target, target, arguments.dtypes, integers) for target, integers in cases]
         for job in tqdm(jobs, unit="target"):
             rows += job.result()
     if arguments.json:
         lines = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
         sys.stdout.write(lines) if arguments.json == "-" else Path(arguments.json).write_text(lines)
         return 0
-    table = {}
+    table: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        cell = (
-            "ok"
-            if row.registers is None
-            else f"{row.registers}" + (f" +{row.spill_bytes} B spilled" if row.spill_bytes else "")
-        )
-        table.setdefault((row.kernel, row.dtype), {}).setdefault(row.target, cell)
-    print(
-        tabulate(
-            [[*key, *(cells[t] for t in arguments.targets)] for key, cells in table.items()],
-            ["kernel", "dtype", *arguments.targets],
-        )
-    )
+        spilled = f" +{row.spill_bytes} B spilled" if row.spill_bytes else ""
+        cell = "ok" if row.registers is None else f"{row.registers}{spilled}"
+        table.setdefault((row.kernel, row.variant, row.dtype, row.integers), {})[row.target] = cell
+    headers = ["kernel", "variant", "dtype", "integers", *arguments.targets]
+    print(tabulate([[*key, *(cells[t] for t in arguments.targets)] for key, cells in table.items()], headers))
     print("registers per thread; ok: compiles")
     return 0
 

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
 from surgeon_fx.kernels import native
 
 BACKENDS = ("auto", "reference", "torch", "cpu", "triton")
@@ -79,5 +80,6 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, STRIDES_MATTER))
     for key in PREFERENCES:
         LIBRARY.impl(name, run, key)
+    LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # not differentiable, said once for every backend
     torch.library.register_fake(f"surgeon_fx::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.surgeon_fx, name).default

@@ -61,7 +61,8 @@ def _version(package: str) -> str:
 
 
 def _devices() -> list[str]:
-    return ["cpu", *(name for name in ("cuda", "xpu", "mps") if torch.get_device_module(name).is_available())]
+    present = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.backends.mps}
+    return ["cpu", *(name for name, module in present.items() if module.is_available())]
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"doctor": doctor}

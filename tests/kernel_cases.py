@@ -6,8 +6,9 @@ import math
 
 import torch
 from hypothesis import strategies as st
-from surgeon_fx.kernels import layout
 from torch import Tensor
+
+from surgeon_fx.kernels import layout
 
 DTYPES = tuple(layout.FLOAT_BITS)
 SIZES = (0, 1, 7, 8, 63, 64, 65, 1000, 8200, 70_001)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from surgeon_fx.kernels.backends import check_backend, define_op, implementation
 from surgeon_fx.kernels.compress import check_float
 from surgeon_fx.kernels.layout import bit_bytes, densify, flatten, unflatten
-from torch import Tensor
 
 
 def pack_bits(mask: Tensor, backend: str = "auto") -> Tensor:
     """A boolean tensor as bits."""
-    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
-        raise ValueError(f"mask must be a boolean tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
-    return _pack_bits_op(densify(mask), check_backend(backend))
+    return _pack_bits_op(densify(_check_mask(mask)), check_backend(backend))
 
 
 def pack_sign(x: Tensor, backend: str = "auto") -> Tensor:
@@ -33,6 +32,12 @@ def unpack_bits(
     return flat.view(size) if stride is None else unflatten(flat, size, stride)
 
 
+def _check_mask(mask: Tensor) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        raise ValueError(f"mask must be a boolean tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
+    return mask
+
+
 def _check_bits(bits: Tensor, numel: int) -> None:
     if bits.dtype is not torch.uint8 or bits.dim() != 1 or not bits.is_contiguous():
         raise ValueError(f"bits must be a contiguous uint8 vector, got {bits.dtype} of shape {tuple(bits.shape)}")
@@ -41,11 +46,11 @@ def _check_bits(bits: Tensor, numel: int) -> None:
 
 
 def _run_pack_bits(mask: Tensor, backend: str = "auto") -> Tensor:
-    return implementation("bits", backend, mask.device.type).pack_bits(flatten(densify(mask)))
+    return implementation("bits", backend, mask.device.type).pack_bits(flatten(densify(_check_mask(mask))))
 
 
 def _run_pack_sign(x: Tensor, backend: str = "auto") -> Tensor:
-    return implementation("bits", backend, x.device.type).pack_sign(flatten(densify(x)))
+    return implementation("bits", backend, x.device.type).pack_sign(flatten(densify(check_float(x))))
 
 
 def _run_unpack_bits(bits: Tensor, numel: int, backend: str = "auto") -> Tensor:
@@ -53,7 +58,15 @@ def _run_unpack_bits(bits: Tensor, numel: int, backend: str = "auto") -> Tensor:
     return implementation("bits", backend, bits.device.type).unpack_bits(bits, numel)
 
 
-def _fake_pack(x: Tensor, backend: str = "auto") -> Tensor:
+def _fake_pack_bits(mask: Tensor, backend: str = "auto") -> Tensor:
+    return _fake_bits(_check_mask(mask))
+
+
+def _fake_pack_sign(x: Tensor, backend: str = "auto") -> Tensor:
+    return _fake_bits(check_float(x))
+
+
+def _fake_bits(x: Tensor) -> Tensor:
     return x.new_empty(bit_bytes(x.numel()), dtype=torch.uint8)
 
 
@@ -61,8 +74,8 @@ def _fake_unpack(bits: Tensor, numel: int, backend: str = "auto") -> Tensor:
     return bits.new_empty(numel, dtype=torch.bool)
 
 
-_pack_bits_op = define_op('pack_bits(Tensor mask, str backend="auto") -> Tensor', _run_pack_bits, _fake_pack)
-_pack_sign_op = define_op('pack_sign(Tensor x, str backend="auto") -> Tensor', _run_pack_sign, _fake_pack)
+_pack_bits_op = define_op('pack_bits(Tensor mask, str backend="auto") -> Tensor', _run_pack_bits, _fake_pack_bits)
+_pack_sign_op = define_op('pack_sign(Tensor x, str backend="auto") -> Tensor', _run_pack_sign, _fake_pack_sign)
 _unpack_bits_op = define_op(
     'unpack_bits(Tensor bits, SymInt numel, str backend="auto") -> Tensor', _run_unpack_bits, _fake_unpack
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from surgeon_fx.kernels.layout import FLOAT_BITS, bit_bytes
 from surgeon_fx.kernels.native import library, threads
-from torch import Tensor
 
 
 def pack_bits(mask: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from surgeon_fx.kernels.layout import bit_bytes
 from torch import Tensor
+
+from surgeon_fx.kernels.layout import bit_bytes
 
 BLOCK = 1 << 20
 PACK = 0x0102040810204080  # sends the low bit of byte i to bit i of the top byte

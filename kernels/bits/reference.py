@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from surgeon_fx.kernels.layout import bit_bytes
 from torch import Tensor
+
+from surgeon_fx.kernels.layout import bit_bytes
 
 
 def pack_bits(mask: Tensor) -> Tensor:

@@ -5,16 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from surgeon_fx.kernels.compress.triton import BLOCK, NUM_WARPS, keys_of, on_device
-from surgeon_fx.kernels.layout import FLOAT_BITS, bit_bytes
 from torch import Tensor
 
-
-@triton.jit
-def store_bits(bits, block, set_bits, n, SIZE: tl.constexpr):
-    eights = tl.reshape(set_bits.to(tl.int32), (SIZE // 8, 8)) << tl.arange(0, 8)[None, :]
-    byte = block * (SIZE // 8) + tl.arange(0, SIZE // 8)
-    tl.store(bits + byte, tl.sum(eights, axis=1).to(tl.uint8), mask=byte < (n + 7) // 8)
+from surgeon_fx.kernels.compress.triton import BLOCK, NUM_WARPS, keys_of, on_device, store_bits
+from surgeon_fx.kernels.layout import FLOAT_BITS, bit_bytes
 
 
 @triton.jit

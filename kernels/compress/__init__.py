@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from surgeon_fx.kernels.backends import check_backend, define_op, implementation
 from surgeon_fx.kernels.layout import FLOAT_BITS, check_ratio, densify, flatten, kept_count, mask_bytes, unflatten
-from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ def check_float(x: Tensor, name: str = "x") -> Tensor:
 
 def compress(x: Tensor, ratio: float, backend: str = "auto") -> Compressed:
     """Drops the share `ratio` of the elements of smallest magnitude. Not differentiable."""
-    x = densify(check_float(x))
+    x = densify(check_float(x))  # dense here, for the strides
     values, bitmask = _compress_op(x, check_ratio(ratio), check_backend(backend))
     return Compressed(values, bitmask, tuple(x.shape), x.stride())
 
@@ -102,7 +103,7 @@ def _check_parts(values: Tensor, bitmask: Tensor, numel: int) -> None:
 
 
 def _run_compress(x: Tensor, ratio: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    flat = flatten(densify(x))
+    flat = flatten(densify(check_float(x)))
     numel, kept = flat.numel(), kept_count(flat.numel(), ratio)
     if not mask_bytes(numel, kept):
         return flat[:kept].clone(), flat.new_empty(0, dtype=torch.uint8)
@@ -110,7 +111,7 @@ def _run_compress(x: Tensor, ratio: float, backend: str = "auto") -> tuple[Tenso
 
 
 def _fake_compress(x: Tensor, ratio: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    kept = kept_count(x.numel(), ratio)
+    kept = kept_count(check_float(x).numel(), ratio)
     return x.new_empty(kept), x.new_empty(mask_bytes(x.numel(), kept), dtype=torch.uint8)
 
 
@@ -119,6 +120,7 @@ def _run_decompress(
 ) -> Tensor:
     numel = math.prod(size)
     _check_parts(values, bitmask, numel)
+    values = values.detach()
     if values.numel() == numel:
         flat = values.clone()
     elif values.numel() == 0:

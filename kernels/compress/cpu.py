@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from surgeon_fx.kernels.compress.reference import mask_mismatch
 from surgeon_fx.kernels.layout import FLOAT_BITS, bit_bytes
 from surgeon_fx.kernels.native import library, threads
-from torch import Tensor
 
 
 def compress(flat: Tensor, kept: int) -> tuple[Tensor, Tensor]:

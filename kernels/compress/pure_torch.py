@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+
 from surgeon_fx.kernels.bits.pure_torch import pack_into, unpack_bits
 from surgeon_fx.kernels.compress.reference import check_mask
 from surgeon_fx.kernels.layout import bit_bytes, keys
-from torch import Tensor
 
 BLOCK = 1 << 20
 SAMPLE_FROM = 1 << 16

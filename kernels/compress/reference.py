@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from surgeon_fx.kernels.bits.reference import pack_bits, unpack_bits
 from surgeon_fx.kernels.layout import FLOAT_BITS, keys
-from torch import Tensor
 
 
 def compress(flat: Tensor, kept: int) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,9 @@ import math
 import torch
 import triton
 import triton.language as tl
-from surgeon_fx.kernels.layout import FLOAT_BITS, bit_bytes
 from torch import Tensor
+
+from surgeon_fx.kernels.layout import FLOAT_BITS, bit_bytes
 
 BLOCK = 4096  # elements per program; a multiple of 8, so that no two programs share a byte of mask
 SCAN_BLOCK = 1024
@@ -50,6 +51,14 @@ def keys_of(bits, nan_key, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def store_bits(bits, block, set_bits, n, SIZE: tl.constexpr):
+    """One block of booleans as bytes, least significant bit first."""
+    eights = tl.reshape(set_bits.to(tl.int32), (SIZE // 8, 8)) << tl.arange(0, 8)[None, :]
+    byte = block * (SIZE // 8) + tl.arange(0, SIZE // 8)
+    tl.store(bits + byte, tl.sum(eights, axis=1).to(tl.uint8), mask=byte * 8 < n)
+
+
+@triton.jit
 def pick_digit(counts, rank):
     """The digit that holds the rank-th largest key, and the rank within that digit's keys."""
     digit = tl.arange(0, BINS)
@@ -72,7 +81,7 @@ def sample_quantile(k, rank, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     """The rank-th largest of SIZE keys held by one program."""
     base = tl.zeros((), tl.int64)
     bits = tl.full((), WIDTH - 1, tl.int64)
-    rank = rank.to(tl.int64)
+    rank = tl.cast(rank, tl.int64)
     while bits > 0:
         shift = tl.maximum(bits - RADIX_BITS, 0)
         chosen, rank = pick_digit(digit_counts(k - base, k >= 0, bits, shift, SIZE), rank)
@@ -179,7 +188,7 @@ def histogram_kernel(
         size = tl.load(state + INSIDE)
         if source == EVERYTHING:
             keys = x
-            size = n
+            size = tl.cast(n, tl.int64)
         counts = tl.zeros((BINS,), tl.int32)
         for begin in range(tl.program_id(0).to(tl.int64) * SIZE, size, tl.num_programs(0).to(tl.int64) * SIZE):
             at = begin + tl.arange(0, SIZE)
@@ -271,9 +280,7 @@ def pack_kernel(x, n, values, bitmask, blocks, block_count, row, nan_key, WIDTH:
     keep = ((at < n) & (k > threshold)) | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= ties_left))
     spot = tl.load(blocks + block) + tl.cumsum(keep.to(tl.int32), 0) - 1
     tl.store(values + spot, raw, mask=keep)
-    eights = tl.reshape(keep.to(tl.int32), (SIZE // 8, 8)) << tl.arange(0, 8)[None, :]
-    byte = block * (SIZE // 8) + tl.arange(0, SIZE // 8)
-    tl.store(bitmask + byte, tl.sum(eights, axis=1).to(tl.uint8), mask=byte < (n + 7) // 8)
+    store_bits(bitmask, block, keep, n, SIZE)
 
 
 @triton.jit

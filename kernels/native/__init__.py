@@ -16,7 +16,6 @@ LIBRARY = HERE / "prune_pack.so"
 FAILURE_NOTE = HERE / "build_failure.txt"  # written by setup.py
 
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
-    "sfx_init": (None, []),
     "sfx_isa": (c_char_p, [c_int]),
     "sfx_set_isa": (c_int, [c_char_p]),
     "sfx_openmp": (c_int, []),
@@ -62,7 +61,6 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
-    lib.sfx_init()
     return lib, ""
 
 

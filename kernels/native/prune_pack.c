@@ -218,8 +218,8 @@ static const Isa *active;
 
 static const Kernels *kernels_for(int64_t width) { return &active->widths[width == 2 ? 0 : width == 4 ? 1 : 2]; }
 
-/* Call once, before anything else. */
-EXPORT void sfx_init(void) {
+/* When the library is loaded: before any thread can call it. */
+__attribute__((constructor)) static void choose_isa(void) {
     make_tables();
 #ifdef SFX_X86
     __builtin_cpu_init();

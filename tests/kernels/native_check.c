@@ -49,7 +49,6 @@ int main(int argc, char **argv) {
     static const uint64_t infs[] = {0x7c00, 0x7f80, 0x7f800000, 0x7ff0000000000000};
     static const int64_t widths[] = {2, 2, 4, 8};
     int wrong = argc != 2;
-    sfx_init();
     for (int d = 0; d < 4; d++)
         for (unsigned i = 0; i < sizeof sizes / sizeof *sizes; i++)
             for (int kind = 0; kind < 4; kind++)

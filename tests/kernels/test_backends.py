@@ -6,6 +6,9 @@ import sys
 
 import pytest
 import torch
+from torch.library import opcheck
+
+from surgeon_fx import kernels
 from surgeon_fx.kernels import (
     BackendUnavailable,
     backends,
@@ -16,9 +19,6 @@ from surgeon_fx.kernels import (
     pack_sign,
     unpack_bits,
 )
-from torch.library import opcheck
-
-from surgeon_fx import kernels
 
 ops = torch.ops.surgeon_fx
 
@@ -29,8 +29,8 @@ def fresh(monkeypatch):
         monkeypatch.setattr(backends, cached.__name__, cached.__wrapped__)
 
 
-def test_auto_is_native_here():
-    assert kernels.active_backend("cpu") == "cpu"
+def test_auto_is_native_where_it_was_built():
+    assert kernels.active_backend("cpu") == ("torch" if native.unavailable_reason() else "cpu")
     assert kernels.active_backend("mps") == "torch"
 
 
@@ -91,6 +91,24 @@ def test_import_needs_no_optional_package():
 X = torch.randn(4, 6, 5, 7)
 COMPRESSED = compress(X, 0.6)
 PARTS = (COMPRESSED.values, COMPRESSED.bitmask, COMPRESSED.shape, COMPRESSED.stride)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "torch"])
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_ops_are_not_differentiable(backend, ratio):
+    x = torch.randn(100, requires_grad=True)
+    values, bitmask = ops.compress(x, ratio, backend)
+    assert not values.requires_grad
+    assert not ops.decompress(values.requires_grad_(), bitmask, (100,), (1,), backend).requires_grad
+
+
+def test_ops_check_what_they_are_given():
+    for op in (ops.compress, ops.pack_sign, ops.pack_bits):
+        arguments = (torch.ones(9, dtype=torch.int64), *([0.5] if op is ops.compress else []))
+        with pytest.raises(ValueError, match="must be"):
+            op(*arguments)
+        with pytest.raises(ValueError, match="must be"):
+            op(arguments[0].to("meta"), *arguments[1:])
 
 
 @pytest.mark.parametrize(

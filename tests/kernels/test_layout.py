@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from surgeon_fx.kernels import bit_bytes, kept_count, layout, mask_bytes
 
 

@@ -1,5 +1,6 @@
 """The C kernels: every instruction set, any number of threads, the fallback, and memory."""
 
+import importlib
 import shutil
 import subprocess
 from pathlib import Path
@@ -7,8 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_cases import DTYPES, LARGE, VALUES, assert_same, make, same_bits
+
 from surgeon_fx.kernels import compress, decompress, native, pack_bits, pack_sign, unpack_bits
 
+if native.unavailable_reason():
+    pytest.skip(native.unavailable_reason(), allow_module_level=True)
+
+cpu = importlib.import_module("surgeon_fx.kernels.compress.cpu")
 SOURCES = Path(__file__).parents[2] / "kernels" / "native"
 CHECK = Path(__file__).with_name("native_check.c")
 
@@ -68,6 +74,17 @@ def test_a_misleading_sample_costs_time_only(dtype, ratio, threads):
     all_inside[seen] = make("normal", len(seen), dtype)
     for x in (far_above, far_below, all_inside):
         assert_same(compress(x, ratio), compress(x, ratio, backend="reference"))
+
+
+@pytest.mark.parametrize("isa", native.instruction_sets())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_restored_tensors_bypass_the_cache(isa, dtype):
+    x = make("normal", (1 << 23) // dtype.itemsize + 77, dtype)  # past STREAM_BYTES
+    c = compress(x, 0.9)
+    touched = torch.full_like(x, torch.nan)
+    with native.forced_instruction_set(isa):
+        cpu.decompress_into(c.values, c.bitmask, touched)
+    assert same_bits(touched, decompress(c, backend="reference"))
 
 
 def test_unknown_instruction_set_is_refused():
