@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_public_names():
-    assert surgeon_fx.__all__ == ["kernels"]
+    assert surgeon_fx.__all__ == ["Config", "NoEffectWarning", "RatioTable", "kernels", "ratios", "transform"]
     assert set(surgeon_fx.kernels.__all__) >= {
         "compress",
         "decompress",
