@@ -55,7 +55,7 @@ def transform(
             new.__dict__.update(module.__dict__)
             for part in ("_parameters", "_buffers"):
                 new.__dict__[part] = dict(module.__dict__[part])
-            new.__dict__["_modules"] = {k: m and copy(m) for k, m in module._modules.items()}
+            new.__dict__["_modules"] = {k: None if m is None else copy(m) for k, m in module._modules.items()}
         return copies[id(module)]
 
     result = copy(model)
