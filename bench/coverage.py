@@ -12,6 +12,7 @@ operations outside them save is not in it yet.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import math
@@ -230,15 +231,17 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "coverage.jsonl")
     arguments = parser.parse_args()
     rows: list[Row] = []
-    for suite in SUITES if arguments.suite == "all" else (arguments.suite,):
-        models = [m for m in SUITES[suite]() if not arguments.only or arguments.only in m[0]]
-        if arguments.quick:
-            models = models[:: math.ceil(len(models) / QUICK)]
-        for name, build in (bar := tqdm(models, unit="model", file=sys.stderr)):
-            bar.set_description(f"{suite}:{name}")
-            rows.append(check(suite, name, build))
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    with arguments.json.open("w") as file, contextlib.suppress(KeyboardInterrupt):  # what is done is reported
+        for suite in SUITES if arguments.suite == "all" else (arguments.suite,):
+            models = [m for m in SUITES[suite]() if not arguments.only or arguments.only in m[0]]
+            if arguments.quick:
+                models = models[:: math.ceil(len(models) / QUICK)]
+            for name, build in (bar := tqdm(models, unit="model", file=sys.stderr)):
+                bar.set_description(f"{suite}:{name}")
+                rows.append(check(suite, name, build))
+                file.write(json.dumps(asdict(rows[-1])) + "\n")
+                file.flush()
     print(report(rows))
     return 0
 
