@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.fx.passes.infra.pass_base import PassResult
 
-from surgeon_fx.ops.layers import FUNCTIONS, METHODS, PRODUCTS, run_function
+from surgeon_fx.ops.layers import FUNCTIONS, METHODS, PRODUCTS, run_function, signature_of
 from surgeon_fx.ratio_table import RatioTable
 
 
@@ -42,7 +42,7 @@ def capture(module: nn.Module) -> fx.Graph:
     forward = type(module).forward
     optional = {
         name: parameter.default
-        for name, parameter in inspect.signature(forward).parameters.items()
+        for name, parameter in signature_of(forward).parameters.items()
         if parameter.default is not inspect.Parameter.empty
     }
     before = dict(module.__dict__), random.getstate(), torch.get_rng_state()
@@ -167,7 +167,7 @@ class GraphForward:
         graph = self.graph(self.module.training)
         if graph is None:
             return native(self.module, *args, **kwargs)
-        signature = inspect.signature(native)
+        signature = signature_of(native)
         bound = signature.bind(self.module, *args, **kwargs)
         required = []
         for name, parameter in list(signature.parameters.items())[1:]:

@@ -34,14 +34,9 @@ def transform(
     if TABLE in model.__dict__:
         raise ValueError("model is already transformed; change its ratios through surgeon_fx.ratios(model)")
     names = {id(module): name for name, module in reversed(list(model.named_modules()))}
-    chosen = {
-        name: kind
-        for name, module in model.named_modules()
-        if (kind := module_kind(module)) and (filter_fn is None or filter_fn(module, name))
-    }
-    prunable = [
-        n for n, m in model.named_modules() if isinstance(m, PRUNABLE) and (filter_fn is None or filter_fn(m, n))
-    ]
+    allowed = {name: m for name, m in model.named_modules() if filter_fn is None or filter_fn(m, name)}
+    chosen = {name: kind for name, module in allowed.items() if (kind := module_kind(module))}
+    prunable = [name for name, module in allowed.items() if isinstance(module, PRUNABLE)]
     if config.return_freed_memory:
         return_freed_memory()
     if not chosen and not prunable:

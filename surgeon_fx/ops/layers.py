@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -94,6 +94,12 @@ def tensors_in(values: Any) -> list[Tensor]:
     return found
 
 
+@cache
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """`inspect.signature`, once a function: it is asked for on every call."""
+    return inspect.signature(function)
+
+
 @lru_cache(maxsize=1)
 def _runner() -> Callable[..., Any]:
     """`run`, at which a compiler breaks its graph: made late, because asking for that imports the compiler."""
@@ -108,7 +114,7 @@ def run_function(kind: str, ratio: float, function: Callable[..., Any], *args: A
     first = 1 if function in LAYER_FUNCTIONS else len(tensors)
     policy = POLICIES[kind](ratio, tensors[:first], tensors[first:])
     if function is F.batch_norm:
-        called = inspect.signature(F.batch_norm).bind(*args, **kwargs)
+        called = signature_of(F.batch_norm).bind(*args, **kwargs)
         called.apply_defaults()
         if not called.arguments["training"]:
             _use_running(policy, *(called.arguments[k] for k in ("running_mean", "running_var", "eps", "weight")))
