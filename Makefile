@@ -26,7 +26,7 @@ types: $(READY)
 
 install: $(READY)
 
-$(READY): pyproject.toml setup.py kernels/native/prune_pack.c kernels/native/chunk_kernels.h
+$(READY): pyproject.toml setup.py $(wildcard kernels/native/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"

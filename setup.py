@@ -64,7 +64,7 @@ setup(
     ext_modules=[
         Extension(
             "surgeon_fx.kernels.native.prune_pack",
-            sources=["kernels/native/prune_pack.c"],
+            sources=["kernels/native/prune_pack.c", "kernels/native/block_cache.c"],
             depends=["kernels/native/chunk_kernels.h"],
             libraries=[] if sys.platform == "win32" else ["m"],
         )

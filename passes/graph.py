@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.passes.infra.pass_base import PassResult
 
-from surgeon_fx.ops.layers import FUNCTIONS, METHODS, PRODUCTS, run_function, signature_of
-from surgeon_fx.ratio_table import RatioTable
+from surgeon_fx.ops.layers import FunctionMode, signature_of
+from surgeon_fx.ops.runtime import Rewrite, state
+from surgeon_fx.passes.pipeline import Pass, rewrite
 
 
 class Untraceable(Exception):
@@ -26,7 +26,9 @@ class Untraceable(Exception):
 
 
 class LayerTracer(fx.Tracer):
-    """Every child module is a leaf."""
+    """Every child module is a leaf. Nodes remember the source line they stand for."""
+
+    record_stack_traces = True
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -45,19 +47,24 @@ def capture(module: nn.Module) -> fx.Graph:
         for name, parameter in signature_of(forward).parameters.items()
         if parameter.default is not inspect.Parameter.empty
     }
-    before = dict(module.__dict__), random.getstate(), torch.get_rng_state()
+    before, parts = dict(module.__dict__), {part: dict(module.__dict__[part]) for part in PARTS}
+    generators = random.getstate(), torch.get_rng_state()
     module.__dict__.pop("forward", None)  # trace the class's own
     try:
         graph = LayerTracer().trace(module, concrete_args=optional or None)
     except Exception as error:
         raise Untraceable(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
     finally:
-        touched = {k for k, v in module.__dict__.items() if before[0].get(k, fx) is not v} - {"forward"}
+        touched = {k for k, v in module.__dict__.items() if before.get(k, fx) is not v} - {"forward"}
+        touched |= {k for part in PARTS for k, v in module.__dict__[part].items() if parts[part].get(k, fx) is not v}
         module.__dict__.clear()
-        module.__dict__.update(before[0])
-        drew = random.getstate() != before[1] or not torch.equal(torch.get_rng_state(), before[2])
-        random.setstate(before[1])
-        torch.set_rng_state(before[2])
+        module.__dict__.update(before)
+        for part in PARTS:
+            module.__dict__[part].clear()
+            module.__dict__[part].update(parts[part])
+        drew = random.getstate() != generators[0] or not torch.equal(torch.get_rng_state(), generators[1])
+        random.setstate(generators[0])
+        torch.set_rng_state(generators[1])
     if touched:
         raise Untraceable(f"its forward sets {', '.join(sorted(touched))}")
     if drew:
@@ -65,64 +72,16 @@ def capture(module: nn.Module) -> fx.Graph:
     return graph
 
 
-def kind_of(node: fx.Node) -> str | None:
-    """The policy a node wants, if any."""
-    if node.op == "call_function":
-        if node.target in PRODUCTS:
-            return "prune" if all(isinstance(a, fx.Node) for a in node.args) and len(node.args) == 2 else None
-        return FUNCTIONS.get(node.target)  # type: ignore[arg-type]
-    return METHODS.get(node.target) if node.op == "call_method" else None  # type: ignore[arg-type]
-
-
-def tag_saves_pass(graph: fx.Graph, owner: Callable[[fx.Node], str | None]) -> int:
-    """Writes into `meta` which policy a functional node runs under and whose ratio it follows. Returns how many."""
-    tagged = 0
-    for node in graph.nodes:
-        if kind := kind_of(node):
-            node.meta["surgeon_fx"] = (kind, owner(node))
-            tagged += 1
-    return tagged
-
-
-def rewrite_functions_pass(gm: fx.GraphModule) -> PassResult:
-    """Turns every tagged node into the same call under its policy."""
-    tagged = [node for node in gm.graph.nodes if "surgeon_fx" in node.meta]
-    for node in tagged:
-        kind, owner = node.meta["surgeon_fx"]
-        name = f"Tensor.{node.target}" if node.op == "call_method" else name_of(node.target)
-        with gm.graph.inserting_before(node):
-            new = gm.graph.call_function(run_tagged, (kind, owner, name, *node.args), node.kwargs)
-        node.replace_all_uses_with(new)
-        gm.graph.erase_node(node)
-    if tagged:
-        gm.graph.lint()
-        gm.recompile()
-    return PassResult(gm, bool(tagged))
-
-
-_tables: list[RatioTable] = []  # of the containers whose graphs are running, innermost last
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{function.__name__}"
-
-
-_by_name: dict[str, Callable[..., Any]] = {
-    **{name_of(function): function for function in (*FUNCTIONS, *PRODUCTS)},
-    **{f"Tensor.{method}": getattr(torch.Tensor, method) for method in METHODS},
-}
-
-
-def run_tagged(kind: str, owner: str | None, function: str, *args: Any, **kwargs: Any) -> Any:
-    """A rewritten node: a function, by name because a graph can print that, under its policy."""
-    return run_function(kind, _tables[-1][owner] if owner is not None else 0.0, _by_name[function], *args, **kwargs)
+PARTS = ("_parameters", "_buffers", "_modules")
 
 
 class GraphForward:
     """The forward of a rewritten container: its graph, or its Python where the graph does not apply."""
 
-    def __init__(self, module: nn.Module, owners: dict[str, str], fallback: str | None, table: RatioTable) -> None:
-        self.module, self.owners, self.fallback, self.table = module, owners, fallback, table
+    def __init__(
+        self, module: nn.Module, name: str | None, passes: tuple[Pass, ...], shared: Rewrite, outermost: bool
+    ) -> None:
+        self.module, self.name, self.passes, self.shared, self.outermost = module, name, passes, shared, outermost
         self.graphs: dict[bool, fx.GraphModule | None] = {}
         self.reasons: dict[bool, str] = {}
 
@@ -130,56 +89,46 @@ class GraphForward:
         return {**self.__dict__, "graphs": {}, "reasons": {}}  # traced again where it is unpacked
 
     def graph(self, training: bool) -> fx.GraphModule | None:
-        """The rewritten graph for a mode; None where the Python is as good, or cannot be traced."""
+        """The rewritten graph for a mode; None where it cannot be traced, with the reason."""
         if training not in self.graphs:
             mode = self.module.training
             self.module.training = training
             try:
-                graph = capture(self.module)
-                self.graphs[training] = self._rewrite(graph)
+                found = fx.GraphModule(self.module, capture(self.module))
+                self.graphs[training] = rewrite(found, self.passes)
             except Untraceable as reason:
                 self.graphs[training], self.reasons[training] = None, str(reason)
             finally:
                 self.module.training = mode
         return self.graphs[training]
 
-    def _rewrite(self, graph: fx.Graph) -> fx.GraphModule | None:
-        if not tag_saves_pass(graph, self._owner):
-            return None
-        if any(node.op == "get_attr" and str(node.target).startswith("_tensor_constant") for node in graph.nodes):
-            raise Untraceable("a tensor made in its forward would be frozen")
-        result = rewrite_functions_pass(fx.GraphModule(self.module, graph))
-        return result.graph_module
-
-    def _owner(self, node: fx.Node) -> str | None:
-        """The layer whose ratio a function follows: the nearest before it in the graph, else in the model."""
-        earlier = node.prev
-        while earlier.op != "root":
-            if earlier.op == "call_module" and earlier.target in self.owners:
-                return self.owners[str(earlier.target)]
-            earlier = earlier.prev
-        return self.fallback
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or state.policies:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self.shared.session(self.outermost, self._run, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.name is not None:
+            self.shared.running = self.name
         native = type(self.module).forward
-        if not torch.is_grad_enabled():
-            return native(self.module, *args, **kwargs)
         graph = self.graph(self.module.training)
-        if graph is None:
-            return native(self.module, *args, **kwargs)
+        required = None if graph is None else self._required(native, args, kwargs)
+        if graph is None or required is None:
+            with FunctionMode():
+                return native(self.module, *args, **kwargs)
+        return type(graph).forward(self.module, *required)  # the graph's code, on the module itself
+
+    def _required(self, native: Callable[..., Any], args: Any, kwargs: Any) -> list[Any] | None:
+        """The arguments of the graph; None for a call it was not traced for."""
         signature = signature_of(native)
         bound = signature.bind(self.module, *args, **kwargs)
         required = []
         for name, parameter in list(signature.parameters.items())[1:]:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                return native(self.module, *args, **kwargs)
+                return None
             if parameter.default is not parameter.empty:
                 if bound.arguments.get(name, parameter.default) is not parameter.default:
-                    return native(self.module, *args, **kwargs)
+                    return None
             else:
                 required.append(bound.arguments[name])
-        _tables.append(self.table)
-        try:
-            return type(graph).forward(self.module, *required)  # the graph's code, on the module itself
-        finally:
-            _tables.pop()
+        return required

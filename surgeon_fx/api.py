@@ -5,15 +5,27 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from surgeon_fx.allocator import return_freed_memory
 from surgeon_fx.config import Config
-from surgeon_fx.ops.layers import PRUNABLE, LayerForward, module_kind
+from surgeon_fx.ops.layers import LayerForward, has_ratio, module_kind
+from surgeon_fx.ops.runtime import Rewrite
 from surgeon_fx.passes.graph import GraphForward
+from surgeon_fx.passes.pipeline import passes_for
 from surgeon_fx.ratio_table import RatioTable
 
-TABLE = "_surgeon_fx_ratios"
+MARK = "_surgeon_fx"  # where a transformed model keeps its Rewrite
+PLAIN = (
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.Identity,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.Embedding,
+)  # no functions
 
 
 class NoEffectWarning(UserWarning):
@@ -31,20 +43,23 @@ def transform(
     config = config or Config()
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if TABLE in model.__dict__:
-        raise ValueError("model is already transformed; change its ratios through surgeon_fx.ratios(model)")
+    for name, module in model.named_modules():
+        if MARK in module.__dict__:
+            what = f"its part {name}" if name else "model"
+            raise ValueError(f"{what} is already transformed; change its ratios through surgeon_fx.ratios(...)")
     names = {id(module): name for name, module in reversed(list(model.named_modules()))}
     allowed = {name: m for name, m in model.named_modules() if filter_fn is None or filter_fn(m, name)}
     chosen = {name: kind for name, module in allowed.items() if (kind := module_kind(module))}
-    prunable = [name for name, module in allowed.items() if isinstance(module, PRUNABLE)]
+    shared = Rewrite(RatioTable(name for name, module in allowed.items() if has_ratio(module)))
     if config.return_freed_memory:
         return_freed_memory()
-    if not chosen and not prunable:
+    if not chosen and not shared.table:
         warnings.warn("surgeon_fx.transform found nothing to rewrite", NoEffectWarning, stacklevel=2)
-    table = RatioTable(prunable)
     copies: dict[int, nn.Module] = {}
 
     def copy(module: nn.Module) -> nn.Module:
+        if isinstance(module, torch.jit.ScriptModule):  # not ours to open
+            copies[id(module)] = module
         if id(module) not in copies:
             new = copies[id(module)] = module.__new__(type(module))
             new.__dict__.update(module.__dict__)
@@ -53,32 +68,24 @@ def transform(
             new.__dict__["_modules"] = {k: None if m is None else copy(m) for k, m in module._modules.items()}
         return copies[id(module)]
 
-    result = copy(model)
-    before: str | None = None
+    result, passes = copy(model), passes_for(config)
+    shared.layers = {name: copies[id(allowed[name])] for name in shared.table}
     for module in model.modules():
-        name, new = names[id(module)], copies[id(module)]
-        before = name if name in table else before
+        name, new, root = names[id(module)], copies[id(module)], module is model
+        layer = name if name in shared.table else None
+        if "forward" in module.__dict__ or new is module:
+            continue  # somebody else's
         if name in chosen:
-            new.__dict__["forward"] = LayerForward(new, chosen[name], before, table)
-        elif "forward" not in module.__dict__ and not type(module).forward.__module__.startswith("torch.nn"):
-            new.__dict__["forward"] = GraphForward(new, _owners(module, name, table), before, table)
-    result.__dict__[TABLE] = table
+            new.__dict__["forward"] = LayerForward(new, chosen[name], layer, shared, root)
+        elif root or type(module).forward not in {plain.forward for plain in PLAIN}:
+            new.__dict__["forward"] = GraphForward(new, layer, passes, shared, root)
+    result.__dict__[MARK] = shared
     return result
-
-
-def _owners(module: nn.Module, name: str, table: RatioTable) -> dict[str, str]:
-    """For each path below a module that its graph can call: the last layer in there that has a ratio."""
-    owners: dict[str, str] = {}
-    for path, _ in module.named_modules():
-        if (layer := f"{name}.{path}" if name else path) in table:
-            parts = path.split(".")
-            owners |= {".".join(parts[: i + 1]): layer for i in range(len(parts)) if path}
-    return owners
 
 
 def ratios(model: nn.Module) -> RatioTable:
     """The ratio table of a transformed model."""
-    table = model.__dict__.get(TABLE) if isinstance(model, nn.Module) else None
-    if table is None:
+    shared = model.__dict__.get(MARK) if isinstance(model, nn.Module) else None
+    if shared is None:
         raise ValueError("model is not transformed: call surgeon_fx.transform(model) first")
-    return table
+    return shared.table

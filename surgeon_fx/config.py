@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """`return_freed_memory`: on Linux, set glibc's thresholds so that freed activations leave the process."""
+    """`return_freed_memory`: on Linux, have glibc give freed activations back to the system.
+
+    `fuse_attention`: turn attention that is written out into `scaled_dot_product_attention`, which keeps no map for
+    backward. Equal to rounding, not to the bit.
+    """
 
     return_freed_memory: bool = True
+    fuse_attention: bool = False

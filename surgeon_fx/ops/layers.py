@@ -7,27 +7,37 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
 
-from surgeon_fx.ops.policies import POLICIES, Normalise, Policy, between, run
-from surgeon_fx.ratio_table import RatioTable
+from surgeon_fx.ops.policies import POLICIES, Normalise, Policy, Pool, between, is_parameter
+from surgeon_fx.ops.runtime import Rewrite, run, state
+from surgeon_fx.ops.saved import Window
 
 SMOOTH = (nn.GELU, nn.SiLU, nn.Hardswish, nn.Mish, nn.Sigmoid, nn.Tanh, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.PReLU)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
-AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+OTHER_POOLS = (
+    nn.AdaptiveMaxPool1d,
+    nn.AdaptiveMaxPool2d,
+    nn.AdaptiveMaxPool3d,
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AvgPool3d,
+)
 
 MODULES: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((_ConvNd, nn.Linear, nn.RMSNorm), "prune"),
     ((_NormBase, nn.LayerNorm, nn.GroupNorm), "norm"),
+    ((nn.MultiheadAttention,), "attention"),
     ((nn.ReLU,), "sign"),
     ((nn.LeakyReLU,), "positive"),
     ((nn.ReLU6,), "relu6"),
@@ -35,9 +45,9 @@ MODULES: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.Hardsigmoid,), "hardsigmoid"),
     (SMOOTH, "prune"),
     (DROPOUTS, "dropout"),
-    ((*MAX_POOLS, *AVERAGE_POOLS), "pool"),
+    ((*MAX_POOLS, *OTHER_POOLS), "pool"),
 )
-PRUNABLE = (_ConvNd, nn.Linear, nn.RMSNorm, _NormBase, nn.LayerNorm, nn.GroupNorm)  # have a row in the ratio table
+LAYERS = (_ConvNd, nn.Linear, nn.RMSNorm, _NormBase, nn.LayerNorm, nn.GroupNorm, nn.MultiheadAttention)
 
 # A layer in functional form: the first argument is the activation, other tensors are weights and statistics.
 LAYER_FUNCTIONS: dict[Callable[..., Any], str] = {
@@ -45,33 +55,44 @@ LAYER_FUNCTIONS: dict[Callable[..., Any], str] = {
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), "prune"),
     **dict.fromkeys((F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm), "norm"),
 }
+MAX_POOL_FUNCTIONS = (
+    *(F.max_pool1d, F.max_pool2d, F.max_pool3d),
+    *(F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices),
+)
+# Of a parameter and an activation: a layer written out. Of two activations: attention, and not ours to prune.
+MATRIX_PRODUCTS: tuple[Callable[..., Any], ...] = (
+    *(operator.matmul, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum),
+    *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm),
+)
+PRODUCTS: tuple[Callable[..., Any], ...] = (operator.mul, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+SDPA = F.scaled_dot_product_attention
 FUNCTIONS: dict[Callable[..., Any], str] = {
     **LAYER_FUNCTIONS,
-    F.relu: "sign",
-    torch.relu: "sign",
-    torch.relu_: "sign",
-    F.relu_: "sign",
-    F.relu6: "relu6",
-    F.leaky_relu: "positive",
-    F.hardsigmoid: "hardsigmoid",
-    F.gelu: "prune",
-    F.silu: "prune",
-    F.hardswish: "prune",
-    F.mish: "prune",
-    F.softplus: "prune",
-    F.elu: "prune",
-    torch.sigmoid: "prune",
-    torch.tanh: "prune",
-    F.dropout: "dropout",
-    F.max_pool1d: "pool",
-    F.max_pool2d: "pool",
-    F.max_pool3d: "pool",
-    F.avg_pool1d: "pool",
-    F.avg_pool2d: "pool",
-    F.avg_pool3d: "pool",
+    **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_), "sign"),
+    **dict.fromkeys((F.relu6,), "relu6"),
+    **dict.fromkeys((F.leaky_relu, F.leaky_relu_), "positive"),
+    **dict.fromkeys((F.hardsigmoid,), "hardsigmoid"),
+    **dict.fromkeys((F.gelu, F.silu, F.hardswish, F.mish, F.softplus, F.elu, F.celu, F.selu, F.prelu), "prune"),
+    **dict.fromkeys((F.logsigmoid, F.softsign, F.tanhshrink, F.glu), "prune"),
+    **dict.fromkeys((torch.sigmoid, F.sigmoid, Tensor.sigmoid, torch.tanh, F.tanh, Tensor.tanh), "prune"),
+    **dict.fromkeys((torch.square, Tensor.square, torch.exp, Tensor.exp, torch.sin, torch.cos), "prune"),
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), "dropout"),
+    **dict.fromkeys((*MAX_POOL_FUNCTIONS, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), "pool"),
+    **dict.fromkeys((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), "pool"),
+    **dict.fromkeys(PRODUCTS, "product"),
+    **dict.fromkeys(MATRIX_PRODUCTS, "matrix"),
+    SDPA: "exact",
 }
-METHODS = {"relu": "sign", "relu_": "sign", "sigmoid": "prune", "tanh": "prune"}
-PRODUCTS = (operator.mul, torch.mul)  # of two activations: gates
+METHODS: dict[str, Callable[..., Any]] = {
+    name: getattr(Tensor, name)
+    for name in ("relu", "relu_", "sigmoid", "tanh", "square", "exp", "mul", "matmul", "mm", "bmm")
+}
+BROADCAST = 8  # an operand of a product so many times smaller than the other is kept exactly: it gates all of it
+
+
+def has_ratio(module: nn.Module) -> bool:
+    """Whether a module is a layer with a row in the ratio table: torch's, or Hugging Face's transposed linear."""
+    return isinstance(module, LAYERS) or (type(module).__name__ == "Conv1D" and "weight" in module._parameters)
 
 
 def module_kind(module: nn.Module) -> str | None:
@@ -100,57 +121,113 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-@lru_cache(maxsize=1)
-def _runner() -> Callable[..., Any]:
-    """`run`, at which a compiler breaks its graph: made late, because asking for that imports the compiler."""
-    return torch.compiler.disable(run)
-
-
-def run_function(kind: str, ratio: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A function under its policy."""
-    if not torch.is_grad_enabled():
+def run_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A function of the registry under its policy, at the ratio of the layer it belongs to."""
+    if not torch.is_grad_enabled() or state.policies:
         return function(*args, **kwargs)
     tensors = tensors_in((*args, *kwargs.values()))
-    first = 1 if function in LAYER_FUNCTIONS else len(tensors)
-    policy = POLICIES[kind](ratio, tensors[:first], tensors[first:])
-    if function is F.batch_norm:
-        called = signature_of(F.batch_norm).bind(*args, **kwargs)
-        called.apply_defaults()
-        if not called.arguments["training"]:
-            _use_running(policy, *(called.arguments[k] for k in ("running_mean", "running_var", "eps", "weight")))
-    return _runner()(policy, function, *args, **kwargs)
+    ratio = state.sessions[-1].ratio(tensors) if state.sessions else 0.0
+    return run(_function_policy(function, ratio, tensors, args, kwargs), function, *args, **kwargs)
 
 
-def _use_running(
-    policy: Policy, mean: Tensor | None, variance: Tensor | None, eps: float, weight: Tensor | None
+def _function_policy(
+    function: Callable[..., Any], ratio: float, tensors: list[Tensor], args: Any, kwargs: Any
+) -> Policy:
+    kind = FUNCTIONS[function]
+    if function in LAYER_FUNCTIONS:
+        policy = POLICIES[kind](ratio, tensors[:1], tensors[1:])
+        if function is F.batch_norm:
+            called = _bound(F.batch_norm, args, kwargs)
+            _batch_statistics(
+                policy, *(called[k] for k in ("training", "running_mean", "running_var", "eps", "weight"))
+            )
+        return policy
+    if kind in ("product", "matrix"):
+        largest = max((x.numel() for x in tensors), default=0)
+        small = BROADCAST if kind == "product" else largest + 1
+        weights = [x for x in tensors if is_parameter(x) or x.numel() * small <= largest]
+        if kind == "matrix" and not any(is_parameter(x) for x in tensors):
+            return POLICIES["unknown"](ratio)
+        return POLICIES["prune"](ratio, [x for x in tensors if all(x is not w for w in weights)], weights)
+    policy = POLICIES[kind](ratio, tensors)
+    if isinstance(policy, Pool) and tensors and tensors[0].dim() > 2:
+        if function in MAX_POOL_FUNCTIONS:
+            called = _bound(F.max_pool2d_with_indices, args, kwargs)
+            sizes = [called[k] for k in ("kernel_size", "stride", "padding", "dilation")]
+            _set_window(policy, tensors[0], int(function.__name__.split("pool")[1][0]), *sizes)
+        elif "adaptive_max" in function.__name__:
+            policy.plane = tensors[0].shape[-int(function.__name__[-2]) :]
+    return policy
+
+
+def _bound(like: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    called = signature_of(like).bind(*args, **kwargs)
+    called.apply_defaults()
+    return called.arguments
+
+
+def _batch_statistics(
+    policy: Policy, training: bool, mean: Tensor | None, variance: Tensor | None, eps: float, weight: Tensor | None
 ) -> None:
-    if isinstance(policy, Normalise) and mean is not None and variance is not None:
-        policy.use_running(mean, variance, eps, weight)
+    assert isinstance(policy, Normalise)
+    policy.weight = weight
+    if not training and mean is not None and variance is not None:
+        policy.use_running(mean, variance, eps)
+
+
+def _set_window(policy: Pool, x: Tensor, dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> None:
+    def each(value: Any) -> Sequence[int]:
+        return [value] * dims if isinstance(value, int) else list(value) * (dims if len(value) == 1 else 1)
+
+    policy.plane = x.shape[-dims:]
+    policy.window = Window(policy.plane, each(kernel), each(stride or kernel), each(padding), each(dilation))
+
+
+class FunctionMode(TorchFunctionMode):
+    """Runs functions of the registry under their policies, in Python that could not be traced."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (run_function if func in FUNCTIONS else _plain)(func, *args, **(kwargs or {}))
+
+
+def _plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 class LayerForward:
-    """The forward of a rewritten layer: the layer's own, under its policy, at the ratio of `owner`."""
+    """The forward of a rewritten layer: the layer's own, under its policy. `name` if it has a ratio of its own."""
 
-    def __init__(self, layer: nn.Module, kind: str, owner: str | None, table: RatioTable) -> None:
-        self.layer, self.kind, self.owner, self.table = layer, kind, owner, table
+    def __init__(self, layer: nn.Module, kind: str, name: str | None, rewrite: Rewrite, outermost: bool) -> None:
+        self.layer, self.kind, self.name, self.rewrite, self.outermost = layer, kind, name, rewrite, outermost
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer = self.layer
-        native = type(layer).forward
-        if not torch.is_grad_enabled():
-            return native(layer, *args, **kwargs)
-        return _runner()(self.policy(args, kwargs), native, layer, *args, **kwargs)
+        if not torch.is_grad_enabled() or state.policies:
+            return type(self.layer).forward(self.layer, *args, **kwargs)
+        return self.rewrite.session(self.outermost, self._run, args, kwargs)
 
-    def policy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
-        layer = self.layer
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return run(self._policy(args, kwargs), type(self.layer).forward, self.layer, *args, **kwargs)
+
+    def _policy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
+        layer, rewrite = self.layer, self.rewrite
+        rewrite.running = self.name or rewrite.running
         weights = [*layer.parameters(), *layer.buffers()]
         inputs = tensors_in((*args, *kwargs.values()))
-        ratio = self.table[self.owner] if self.owner is not None else 0.0
+        ratio = rewrite.ratio()
         if isinstance(layer, nn.Hardtanh):
             return between(layer.min_val, layer.max_val)(ratio, inputs, weights)
         policy = POLICIES[self.kind](ratio, inputs, weights)
         if isinstance(layer, _ConvNd):
             policy.needs_input = layer.weight.requires_grad
-        if isinstance(layer, _NormBase) and not layer.training:
-            _use_running(policy, layer.running_mean, layer.running_var, layer.eps, layer.weight)
+        elif isinstance(layer, _BatchNorm):
+            training = layer.training or layer.running_mean is None
+            _batch_statistics(policy, training, layer.running_mean, layer.running_var, layer.eps, layer.weight)
+        elif isinstance(policy, Pool) and inputs and inputs[0].dim() > 2:
+            if isinstance(layer, MAX_POOLS):
+                dims = MAX_POOLS.index(next(t for t in MAX_POOLS if isinstance(layer, t))) + 1
+                _set_window(policy, inputs[0], dims, layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+            elif "Adaptive" in type(layer).__name__:
+                policy.plane = inputs[0].shape[-int(type(layer).__name__[-2]) :]
         return policy

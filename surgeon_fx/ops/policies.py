@@ -6,14 +6,23 @@ in its place. `finish` runs when the forward is done, for what can only be decid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgeon_fx.kernels import compress, decompress, pack_bits, pack_sign
 from surgeon_fx.kernels.layout import FLOAT_BITS
-from surgeon_fx.ops.saved import Saved, SavedActivation, SavedBits, SavedShape
+from surgeon_fx.ops.saved import (
+    Saved,
+    SavedActivation,
+    SavedBits,
+    SavedIndices,
+    SavedShape,
+    Window,
+    refuse_double_backward,
+)
 
 SMALL_BYTES = 4096  # statistics, masks of a few elements: not worth a record
 
@@ -22,10 +31,16 @@ def storage_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def is_parameter(x: Tensor) -> bool:
+    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
+
+
 class Policy:
     """Keeps every tensor exactly, shared by storage."""
 
-    def __init__(self, ratio: float, inputs: Iterable[Tensor], weights: Iterable[Tensor]) -> None:
+    handles = True  # knows the operation: what it keeps is what the operation needs
+
+    def __init__(self, ratio: float, inputs: Iterable[Tensor] = (), weights: Iterable[Tensor] = ()) -> None:
         self.ratio = ratio
         self.inputs = {storage_of(x) for x in inputs}
         self.weights = list(weights)
@@ -36,9 +51,11 @@ class Policy:
         return self.keep(x, 0.0)
 
     def keep(self, x: Tensor, ratio: float) -> Saved:
-        saved = SavedActivation(x, ratio)
-        saved.lives_anyway = storage_of(x) in self.weight_storages
-        return saved
+        """Pruned, or exactly if it is small. A small view of something large is copied, so that the large can go."""
+        small = x.nbytes <= SMALL_BYTES
+        if small and x.untyped_storage().nbytes() > 2 * SMALL_BYTES:
+            x = x.clone()
+        return SavedActivation(x, 0.0 if small or x.dtype not in FLOAT_BITS else ratio)
 
     def finish(self) -> None:
         pass
@@ -51,14 +68,30 @@ class Policy:
         return storage not in self.inputs and any(sorted(x.shape) == sorted(w.shape) for w in self.weights)
 
 
+class Unknown(Policy):
+    """What runs outside any policy of ours: kept exactly, so that sharing is seen and bytes are counted."""
+
+    handles = False
+
+
 class Prune(Policy):
     """Conv, linear, smooth activations, gates: activations pruned by magnitude, weights exact."""
 
     def pack(self, x: Tensor) -> Saved:
         if not self.needs_input and storage_of(x) in self.inputs:
             return SavedShape(x)
-        exact = x.nbytes <= SMALL_BYTES or x.dtype not in FLOAT_BITS or self.is_weight(x)
-        return self.keep(x, 0.0 if exact else self.ratio)
+        return self.keep(x, 0.0 if self.is_weight(x) else self.ratio)
+
+
+class PruneInputs(Policy):
+    """Where only what goes in is known to be safe to prune: attention modules, whose q, k, v and output stay exact.
+
+    Of torch's `nn.MultiheadAttention` the input of the last projection is told by its shape: rows of the embedding.
+    """
+
+    def pack(self, x: Tensor) -> Saved:
+        inside = storage_of(x) in self.inputs or (x.dim() == 2 and any(x.shape[-1:] == w.shape for w in self.weights))
+        return self.keep(x, self.ratio if inside and not self.is_weight(x) else 0.0)
 
 
 class Sign(Policy):
@@ -89,36 +122,51 @@ class Mask(Policy):
     """Dropout: the mask it multiplies with is zero or one number."""
 
     def pack(self, x: Tensor) -> Saved:
+        if x.dtype is torch.bool:
+            return SavedBits(x, pack_bits(x), 0, 1)
         if storage_of(x) in self.inputs or x.dtype not in FLOAT_BITS or x.numel() == 0:
             return super().pack(x)
         return SavedBits(x, pack_sign(x), 0, float(x.max()))
 
 
-class ShapeOnly(Policy):
-    """Pools: of the input, backward reads the shape; indices stay."""
+class Pool(Policy):
+    """Pools: of the input, backward reads the shape; of the indices, the place in the window."""
+
+    plane: Sequence[int] = ()
+    window: Window | None = None  # unknown where windows differ in size
 
     def pack(self, x: Tensor) -> Saved:
-        return SavedShape(x) if storage_of(x) in self.inputs else super().pack(x)
+        if storage_of(x) in self.inputs:
+            return SavedShape(x)
+        if x.dtype is torch.int64 and self.plane:
+            return SavedIndices(x, self.plane, self.window)
+        return super().pack(x)
 
 
 class _NormalisedInput(Saved):
-    """The input of a normalisation: as it is until the statistics are known, then x-hat pruned and the statistics."""
+    """The input of a normalisation: as it is until the statistics are known, then x-hat pruned.
 
-    __slots__ = ("compressed", "dtype", "mean", "saved", "std", "x")
+    Backward is given x-hat over `rstd` and a mean of zero; or, where the saved weight takes rstd over, x-hat itself.
+    """
+
+    __slots__ = ("compressed", "rstd", "saved", "x")
 
     def __init__(self, x: Tensor) -> None:
-        super().__init__()
         self.x: Tensor | None = x.detach()
         self.saved: Saved | None = None
+        self.rstd: Tensor | None = None
 
-    def settle(self, mean: Tensor | None, rstd: Tensor | None, ratio: float) -> None:
+    def settle(self, ratio: float, mean: Tensor, rstd: Tensor, restore_scale: bool) -> None:
         x, self.x = self.x, None
         assert x is not None
-        if mean is None or rstd is None:
-            self.saved = SavedActivation(x, ratio)
-            return
-        self.mean, self.std, self.dtype = mean, rstd.reciprocal(), x.dtype
-        self.compressed = compress(x.sub(mean).mul_(rstd).to(x.dtype), ratio)
+        same = x.dtype == mean.dtype
+        hat = torch.addcmul(-mean * rstd, x, rstd) if same else x.sub(mean).mul_(rstd).to(x.dtype)
+        self.compressed, self.rstd = compress(hat, ratio), rstd if restore_scale else None
+
+    def settle_as_it_is(self, ratio: float) -> None:
+        x, self.x = self.x, None
+        assert x is not None
+        self.saved = SavedActivation(x, ratio)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -126,63 +174,132 @@ class _NormalisedInput(Saved):
             return (self.x,)
         if self.saved is not None:
             return self.saved.tensors
-        return self.compressed.values, self.compressed.bitmask, self.mean, self.std
+        kept = (self.compressed.values, self.compressed.bitmask)
+        return kept if self.rstd is None else (*kept, self.rstd)
 
     def restore(self) -> Tensor:
         if self.x is not None:
             return self.x
         if self.saved is not None:
             return self.saved.restore()
-        return decompress(self.compressed).to(self.mean.dtype).mul_(self.std).add_(self.mean).to(self.dtype)
+        refuse_double_backward()
+        hat = decompress(self.compressed)
+        return hat if self.rstd is None else hat.div_(self.rstd)
+
+
+class _Replaced(Saved):
+    """A statistic or weight of a normalisation. Once x-hat stands for the input, backward is given `value` of it."""
+
+    __slots__ = ("saved", "value")
+
+    def __init__(self, x: Tensor) -> None:
+        self.saved = SavedActivation(x, 0.0)
+        self.value: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.saved.tensors
+
+    def restore(self) -> Tensor:
+        found = self.saved.restore()
+        return found if self.value is None else self.value(found)
 
 
 class Normalise(Policy):
-    """Batch, layer, group and instance norm: x-hat pruned by magnitude, so that a dropped element means the mean."""
+    """Batch, layer, group and instance norm: x-hat pruned by magnitude, so that a dropped element means the mean.
 
-    def __init__(self, ratio: float, inputs: Iterable[Tensor], weights: Iterable[Tensor]) -> None:
+    The native backward computes x-hat from what it is given. It is given x-hat scaled back, and a mean of zero. For
+    batch norm with a weight not even the scaling is needed: deviation one and the weight times rstd give the same
+    three gradients.
+    """
+
+    def __init__(self, ratio: float, inputs: Iterable[Tensor] = (), weights: Iterable[Tensor] = ()) -> None:
         super().__init__(ratio, inputs, weights)
         self.pending: list[_NormalisedInput] = []
-        self.statistics: list[Tensor] = []  # of the batch: the last two that the operation saves
-        self.running: tuple[Tensor, Tensor] | None = None
+        self.others: list[tuple[Tensor, _Replaced]] = []
+        self.running: tuple[Tensor, Tensor, float] | None = None
+        self.weight: Tensor | None = None  # of a batch norm
 
-    def use_running(self, mean: Tensor, variance: Tensor, eps: float, weight: Tensor | None) -> None:
+    def use_running(self, mean: Tensor, variance: Tensor, eps: float) -> None:
         """Running statistics: the input gradient needs no input, so only a trained weight does."""
-        self.needs_input = weight is not None and weight.requires_grad
-        if self.needs_input and self.ratio > 0:
-            self.running = mean.detach(), (variance.detach() + eps).rsqrt_()
+        self.needs_input = self.weight is not None and self.weight.requires_grad
+        self.running = mean.detach(), variance.detach(), eps
 
     def pack(self, x: Tensor) -> Saved:
-        if storage_of(x) in self.inputs and not self.needs_input:
-            return SavedShape(x)
-        if storage_of(x) in self.inputs and self.ratio > 0 and x.nbytes > SMALL_BYTES and x.dtype in FLOAT_BITS:
-            self.pending.append(_NormalisedInput(x))
-            return self.pending[-1]
-        if storage_of(x) not in self.weight_storages and x.numel() > 0:
-            self.statistics.append(x.detach())
-        return super().pack(x)
+        if storage_of(x) in self.inputs:
+            if not self.needs_input:
+                return SavedShape(x)
+            if self.ratio > 0 and x.nbytes > SMALL_BYTES and x.dtype in FLOAT_BITS:
+                self.pending.append(_NormalisedInput(x))
+                return self.pending[-1]
+        if self.ratio == 0 or x.numel() == 0:
+            return super().pack(x)
+        self.others.append((x.detach(), _Replaced(x)))
+        return self.others[-1][1]
 
     def finish(self) -> None:
-        for saved in self.pending:
-            assert saved.x is not None
-            mean, rstd = self._statistics_for(saved.x)
-            saved.settle(mean, rstd, self.ratio)
+        if len(self.pending) == 1 and (found := self._statistics()):
+            mean, rstd, folds = found
+            self.pending[0].settle(self.ratio, mean, rstd, not folds)
+        else:
+            for saved in self.pending:
+                saved.settle_as_it_is(self.ratio)
 
-    def _statistics_for(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Mean and inverse deviation, in the shape that broadcasts against x; None where the operation saved none."""
-        if self.running is None and len(self.statistics) < 2:
-            return None, None
-        mean, rstd = self.running or self.statistics[-2:]
-        if mean.dim() == 1 and x.dim() >= 2 and mean.numel() == x.shape[1]:  # per channel
-            shape = (1, -1, *([1] * (x.dim() - 2)))
-            return mean.view(shape), rstd.view(shape)
-        if mean.dim() == x.dim():  # per row, already broadcastable
-            return mean, rstd
-        return None, None
+    def _statistics(self) -> tuple[Tensor, Tensor, bool] | None:
+        """Mean and inverse deviation, broadcast against x, and whether the weight takes the deviation over.
+
+        None where they cannot be told. Tells the saved ones what to restore as.
+        """
+        x = self.pending[0].x
+        assert x is not None
+        if self.running is not None:
+            mean, variance, eps = self.running
+            rstd = (variance + eps).rsqrt_()
+            self._replace(mean, torch.zeros_like)
+            self._replace(variance, lambda v: torch.full_like(v, 1 - eps))
+            assert self.weight is not None
+            self._replace(self.weight, lambda w: w * (variance + eps).rsqrt_().to(w.dtype))
+            return _per_channel(mean, x), _per_channel(rstd, x), True
+        found = [(s, r) for s, r in self.others if storage_of(s) not in self.weight_storages]
+        pairs = [(a, b) for a, b in pairwise(found) if a[0].shape == b[0].shape]
+        if not pairs:
+            return None
+        (mean, mean_saved), (rstd, rstd_saved) = pairs[-1]
+        per_channel = mean.dim() == 1 and x.dim() >= 2 and mean.numel() == x.shape[1]
+        mean_saved.value = torch.zeros_like
+        if per_channel and self.weight is not None and self._replace(self.weight, lambda w: w * rstd.to(w.dtype)):
+            rstd_saved.value = torch.ones_like
+            return _per_channel(mean, x), _per_channel(rstd, x), True
+        if per_channel:
+            mean, rstd_view = _per_channel(mean, x), _per_channel(rstd, x)
+        elif mean.dim() == x.dim():  # per row
+            rstd_view = rstd
+        elif mean.dim() == 2 and x.dim() >= 2 and mean.shape[0] == x.shape[0] and x.shape[1] % mean.shape[1] == 0:
+            width = x.shape[1] // mean.shape[1]  # per group of channels
+            ones = [1] * (x.dim() - 2)
+            mean = mean.repeat_interleave(width, 1).view(*x.shape[:2], *ones)
+            rstd_view = rstd.repeat_interleave(width, 1).view(*x.shape[:2], *ones)
+        else:
+            mean_saved.value = None
+            return None
+        return mean, rstd_view, False
+
+    def _replace(self, x: Tensor, value: Callable[[Tensor], Tensor]) -> bool:
+        found = [saved for tensor, saved in self.others if storage_of(tensor) == storage_of(x)]
+        for saved in found:
+            saved.value = value
+        return bool(found)
 
 
-POLICIES: dict[str, Callable[[float, Iterable[Tensor], Iterable[Tensor]], Policy]] = {
+def _per_channel(statistic: Tensor, x: Tensor) -> Tensor:
+    return statistic.view(1, -1, *([1] * (x.dim() - 2)))
+
+
+POLICIES: dict[str, type[Policy]] = {
     "exact": Policy,
+    "unknown": Unknown,
     "prune": Prune,
+    "attention": PruneInputs,
     "norm": Normalise,
     "sign": Sign,
     "positive": Positive,
@@ -190,13 +307,5 @@ POLICIES: dict[str, Callable[[float, Iterable[Tensor], Iterable[Tensor]], Policy
     "hardtanh": between(-1.0, 1.0),
     "hardsigmoid": between(-3.0, 3.0),
     "dropout": Mask,
-    "pool": ShapeOnly,
+    "pool": Pool,
 }
-
-
-def run(policy: Policy, call: Callable[..., object], *args: object, **kwargs: object) -> object:
-    """Runs `call` natively, with the policy deciding what is kept for backward."""
-    with torch.autograd.graph.saved_tensors_hooks(policy.pack, lambda saved: saved.restore()):
-        result = call(*args, **kwargs)
-    policy.finish()
-    return result

@@ -11,7 +11,9 @@ the compressed copy goes.
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,31 +25,19 @@ from surgeon_fx.kernels.layout import FLOAT_BITS, is_dense
 Key = tuple[object, ...]
 
 
-_live: weakref.WeakSet[Saved] = weakref.WeakSet()
-
-
-def held_bytes() -> int:
-    """Bytes that rewritten operations hold for backward now: unique storages, masks and statistics and all.
-
-    Parameters that backward needs are not counted: they live anyway.
-    """
-    storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        for saved in list(_live)
-        for tensor in saved.tensors
-        if not saved.lives_anyway
-    }
-    return sum(storages.values())
+def refuse_double_backward() -> None:
+    """Called where pruned values are restored: gradients of those would be silently wrong."""
+    if torch.is_grad_enabled():  # which is what create_graph=True does to a backward
+        raise RuntimeError(
+            "double backward (create_graph=True) through a pruned activation: its ratio must be 0; "
+            "set it with surgeon_fx.ratios(model)"
+        )
 
 
 class Saved:
     """Restores one saved tensor; `tensors` are what it holds until then."""
 
-    __slots__ = ("__weakref__", "lives_anyway")
-
-    def __init__(self) -> None:
-        self.lives_anyway = False
-        _live.add(self)
+    __slots__ = ("__weakref__",)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -60,30 +50,28 @@ class Saved:
 class Activation:
     """The memory of one activation: dense, or pruned."""
 
-    __slots__ = ("__weakref__", "compressed", "dense", "storage", "version")
+    __slots__ = ("__weakref__", "compressed", "dense", "ratio", "storage", "version")
 
     def __init__(self, x: Tensor) -> None:
         self.storage = StorageWeakRef(x.untyped_storage())  # while this lives, no other storage has the same identity
         self.dense: Tensor | None = None
         self.compressed: Compressed | None = None
+        self.ratio = 1.0
         self.version = x._version
 
     def keep_dense(self, x: Tensor) -> None:
-        self.dense, self.compressed = x.detach(), None  # detached: an output must not hold its own graph
+        if self.dense is None:
+            self.dense, self.compressed = x.detach(), None  # detached: an output must not hold its own graph
 
     def keep_pruned(self, x: Tensor, ratio: float) -> None:
-        if self.dense is None and (self.compressed is None or ratio < self._ratio):
-            self.compressed = compress(x, ratio)
-
-    @property
-    def _ratio(self) -> float:
-        assert self.compressed is not None
-        return 1 - self.compressed.kept / max(self.compressed.numel, 1)
+        if self.dense is None and (self.compressed is None or ratio < self.ratio):
+            self.compressed, self.ratio = compress(x, ratio), ratio
 
     def restore(self) -> Tensor:
         """The elements, in the layout of whoever kept them first."""
         if self.dense is None:
             assert self.compressed is not None
+            refuse_double_backward()
             return decompress(self.compressed)
         if self.dense._version != self.version:
             raise RuntimeError(
@@ -112,7 +100,6 @@ class SavedActivation(Saved):
     __slots__ = ("activation", "shape", "stride")
 
     def __init__(self, x: Tensor, ratio: float) -> None:
-        super().__init__()
         self.shape, self.stride = x.shape, x.stride() if is_dense(x) else None
         self.activation = _activation(x)
         if ratio > 0 and x.dtype in FLOAT_BITS:
@@ -141,10 +128,8 @@ class SavedBits(Saved):
     __slots__ = ("bits", "dtype", "off", "on", "shape", "stride")
 
     def __init__(self, like: Tensor, bits: Tensor, off: float, on: float) -> None:
-        super().__init__()
         self.bits, self.off, self.on = bits, off, on
-        dense = like if is_dense(like) else torch.empty_like(like, device="meta")
-        self.shape, self.stride, self.dtype = like.shape, dense.stride(), like.dtype
+        self.shape, self.stride, self.dtype = like.shape, _dense_stride(like), like.dtype
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -163,7 +148,6 @@ class SavedShape(Saved):
     __slots__ = ("device", "dtype", "shape", "stride")
 
     def __init__(self, x: Tensor) -> None:
-        super().__init__()
         self.shape, self.stride, self.dtype, self.device = x.shape, x.stride(), x.dtype, x.device
 
     @property
@@ -172,3 +156,77 @@ class SavedShape(Saved):
 
     def restore(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+class Window:
+    """The windows of a max pool: turns an index into the input plane into a place in the window, and back."""
+
+    def __init__(
+        self,
+        plane: Sequence[int],
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+    ) -> None:
+        self.plane, self.kernel, self.stride, self.padding, self.dilation = plane, kernel, stride, padding, dilation
+
+    def fits(self) -> bool:
+        return math.prod(self.kernel) <= 256
+
+    def _origins(self, like: Tensor) -> list[Tensor]:
+        """Per dimension, where each window begins, broadcast against the output."""
+        dims = len(self.plane)
+        found = []
+        for d in range(dims):
+            begin = torch.arange(like.shape[d - dims], device=like.device) * self.stride[d] - self.padding[d]
+            found.append(begin.view([-1 if i == d else 1 for i in range(dims)]))
+        return found
+
+    def offsets(self, indices: Tensor) -> Tensor:
+        """One byte per output."""
+        rest, places = indices, []
+        for size in reversed(self.plane):
+            places.append(rest % size)
+            rest = rest.div(size, rounding_mode="floor")
+        offset = torch.zeros_like(indices)
+        for d, begin in enumerate(self._origins(indices)):
+            step = (places[len(self.plane) - 1 - d] - begin).div_(self.dilation[d], rounding_mode="floor")
+            offset.mul_(self.kernel[d]).add_(step)
+        return offset.to(torch.uint8)
+
+    def indices(self, offsets: Tensor) -> Tensor:
+        rest, steps = offsets.long(), []
+        for size in reversed(self.kernel):
+            steps.append(rest % size)
+            rest = rest.div(size, rounding_mode="floor")
+        index = torch.zeros_like(offsets, dtype=torch.long)
+        for d, begin in enumerate(self._origins(offsets)):
+            place = steps[len(self.plane) - 1 - d].mul_(self.dilation[d]).add_(begin)
+            index.mul_(self.plane[d]).add_(place)
+        return index
+
+
+class SavedIndices(Saved):
+    """Indices of a max pool: one byte for the place in the window, or the narrowest integer that fits the plane."""
+
+    __slots__ = ("narrow", "window")
+
+    def __init__(self, indices: Tensor, plane: Sequence[int], window: Window | None) -> None:
+        self.window = window if window is not None and window.fits() else None
+        if self.window is not None:
+            self.narrow = self.window.offsets(indices)
+        else:
+            size = math.prod(plane)
+            self.narrow = indices.to(torch.uint8 if size <= 1 << 8 else torch.int16 if size <= 1 << 15 else torch.int32)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.narrow,)
+
+    def restore(self) -> Tensor:
+        return self.narrow.long() if self.window is None else self.window.indices(self.narrow)
+
+
+def _dense_stride(x: Tensor) -> tuple[int, ...]:
+    return (x if is_dense(x) else torch.empty_like(x, device="meta")).stride()

@@ -1,0 +1,51 @@
+"""What an autograd graph keeps alive, read off the graph itself: the measure other numbers are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+from surgeon_fx.ops.saved import Saved
+
+RAW = "_raw_saved_"  # autograd nodes show each saved tensor, as it is packed, under a name that starts so
+
+
+def nodes(outputs: Any) -> Iterator[Node]:
+    """Every node of the graph behind the tensors in `outputs`, consumers before producers."""
+    ahead = [x.grad_fn for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                ahead.append(following)
+
+
+def saved_by(node: Node) -> Iterator[Saved | Tensor]:
+    """What one node holds: saved tensors as they are packed, and tensors on the context of a custom function."""
+    for name in dir(node):
+        if name.startswith(RAW):
+            raw = getattr(node, name)
+            for one in raw if isinstance(raw, tuple) else (raw,):
+                if one is not None and (data := one.data) is not None:
+                    yield data
+    yield from (x for x in tree_leaves(getattr(node, "__dict__", {})) if isinstance(x, Tensor))
+
+
+def storages(held: Iterable[Saved | Tensor]) -> dict[int, int]:
+    """Bytes of each storage behind what is held, by its identity."""
+    tensors = (t for one in held for t in (one.tensors if isinstance(one, Saved) else (one,)))
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def retained_bytes(outputs: Any, model: nn.Module) -> int:
+    """Bytes that backward from `outputs` keeps alive: unique storages, the model's parameters and buffers apart."""
+    own = storages((*model.parameters(), *model.buffers()))
+    found = storages(one for node in nodes(outputs) for one in saved_by(node))
+    return sum(size for storage, size in found.items() if storage not in own)
