@@ -1,10 +1,18 @@
-"""Memory and time of one adaptation step, as the kernel counts them: each tier in a process of its own.
+"""Memory and time of one adaptation step: eager, with checkpointing, and rewritten.
 
-    python bench/step.py --model tv:resnet50 --batch 16 --ratio 0.9
+    python bench/step.py --model wrn28_10 --batch 64 --ratio 0.9
+    python bench/step.py --model tv:resnet50 --batch 16 --tiers eager,no_grad,pruned --plot step.png
 
-Held is the resident set after forward, peak its high-water mark through forward and backward, both net of the level
-before the step, with weights and gradients already there. Eager runs with glibc's own settings, as its users run it;
-the other tiers with what `surgeon_fx.transform` sets. Times are medians over `--repeats` steps after one uncounted.
+Each tier is a process of its own, and the processes take turns, one step at a time, so that what the machine does
+meanwhile falls on all of them. Eager, checkpointing and no_grad run with malloc's own settings, as their users run
+them; the others with what `surgeon_fx.transform` sets. After the warm-up steps, of which the last is measured:
+
+- saved: unique storages that backward keeps alive after forward, read off the autograd graph, custom contexts included
+- held: resident set after forward, net of the level before the step
+- peak: its high-water mark through forward and backward, net of the same. On CUDA: `max_memory_allocated`, and
+  `max_memory_reserved` beside it
+
+Weights and gradients are there before the step. Blocks that wait for reuse are given back before that level is taken.
 """
 
 from __future__ import annotations
@@ -17,27 +25,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from common import RESULTS
+from common import MIB, RESULTS, Row, RowWriter, environment, read_rows, spread
 from tabulate import tabulate
-from torch import nn
+from torch import Tensor
+from tqdm import tqdm
 
 import surgeon_fx
+from surgeon_fx import allocator
+from surgeon_fx.blocks import checkpoint_blocks
+from surgeon_fx.retained import retained_bytes
 
-MIB = 1 << 20
+TIERS = ("eager", "no_grad", "checkpoint", "exact", "pruned")
+SECONDS, BYTES = ("forward", "backward", "step"), ("saved", "held", "peak", "reserved")
 
 
-def create(name: str) -> nn.Module:
-    if name.startswith("tv:"):
-        import torchvision
-
-        return torchvision.models.get_model(name[3:], weights=None)
-    import timm
-
-    return timm.create_model(name)
+def entropy(out: Any) -> Tensor:
+    logits = out if isinstance(out, Tensor) else out[0] if isinstance(out, (tuple, list)) else out["logits"]
+    return -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
 
 
 def status_bytes(field: str) -> int:
@@ -45,84 +52,231 @@ def status_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(tier: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    torch.manual_seed(0)
-    torch.set_num_threads(arguments.threads)
-    model, x = create(arguments.model).train(), torch.randn(arguments.batch, 3, arguments.size, arguments.size)
-    if tier in ("exact", "pruned"):
-        model = surgeon_fx.transform(model)
-        surgeon_fx.ratios(model).fill(arguments.ratio if tier == "pruned" else 0.0)
+class Worker:
+    """One tier, in this process."""
 
-    def step() -> tuple[int, float, float]:
-        begin = time.perf_counter()
-        out = model(x)
-        loss = -(out.softmax(1) * out.log_softmax(1)).sum(1).mean()
-        del out
-        forward = time.perf_counter()
-        held = status_bytes("VmRSS")
-        if tier != "no_grad":
-            loss.backward()
-        return held, forward - begin, time.perf_counter() - forward
+    def __init__(self, tier: str, arguments: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        torch.set_num_threads(arguments.threads)
+        self.tier, self.device = tier, torch.device(arguments.device)
+        shape = input_shape(arguments)
+        model = surgeon_fx.zoo.create(arguments.model).to(self.device)
+        model.train(not arguments.eval)
+        self.x = torch.randn(shape, device=self.device)
+        if tier in ("exact", "pruned"):
+            model = surgeon_fx.transform(model, surgeon_fx.Config(fuse_attention=arguments.fuse_attention))
+            surgeon_fx.ratios(model).fill(arguments.ratio if tier == "pruned" else 0.0)
+        elif tier == "checkpoint":
+            model = checkpoint_blocks(model)
+        self.model = model
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
 
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with torch.set_grad_enabled(tier != "no_grad"):
-        step()
+    def step(self, measure: bool = False) -> dict[str, float]:
+        found: dict[str, float] = {}
+        if measure:
+            self._forget()
+            base = self._now()
+        grad = self.tier != "no_grad"
+        begin = self._clock()
+        with torch.set_grad_enabled(grad):
+            out = self.model(self.x)
+            forward = self._clock()
+            if measure:
+                found["held"] = self._now() - base
+                found["saved"] = retained_bytes(out, self.model) if grad else 0
+            middle = self._clock()
+            loss = entropy(out)
+            del out
+            if grad:
+                loss.backward()
+        end = self._clock()
+        if measure:
+            return found | self._peaks(base)
+        backward = end - middle if grad else 0.0
+        return {"forward": forward - begin, "backward": backward, "step": forward - begin + backward}
+
+    def _clock(self) -> float:
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
+        return time.perf_counter()
+
+    def _forget(self) -> None:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        base = status_bytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
-        steps = [step() for _ in range(arguments.repeats)]
-    return {
-        "tier": tier,
-        "held_bytes": median(held for held, _, _ in steps) - base,
-        "peak_bytes": status_bytes("VmHWM") - base,
-        "forward_s": median(forward for _, forward, _ in steps),
-        "backward_s": median(backward for _, _, backward in steps),
-    }
+        if self.device.type != "cpu":
+            module = torch.get_device_module(self.device)
+            module.empty_cache()
+            module.reset_peak_memory_stats()
+            return
+        allocator.trim()
+        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+            trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
+
+    def _now(self) -> int:
+        if self.device.type == "cpu":
+            return status_bytes("VmRSS")
+        return torch.get_device_module(self.device).memory_allocated()
+
+    def _peaks(self, base: int) -> dict[str, float]:
+        if self.device.type == "cpu":
+            return {"peak": status_bytes("VmHWM") - base}
+        module = torch.get_device_module(self.device)
+        return {"peak": module.max_memory_allocated() - base, "reserved": module.max_memory_reserved()}
+
+    def serve(self) -> None:
+        """One line in, one step, one line out."""
+        for line in sys.stdin:
+            print(json.dumps(self.step(line.strip() == "measure")), flush=True)
+
+
+class Process:
+    """A worker in a process of its own, which runs only while it is asked."""
+
+    def __init__(self, tier: str) -> None:
+        command = [sys.executable, __file__, *sys.argv[1:], "--serve", tier]
+        self.tier = tier
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, what: str) -> dict[str, float]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"{self.tier}: the process ended with code {self.process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def input_shape(arguments: argparse.Namespace) -> tuple[int, ...]:
+    batch, *rest = surgeon_fx.zoo.input_shape(arguments.model)
+    if arguments.size:
+        rest[-2:] = arguments.size if len(arguments.size) == 2 else arguments.size * 2
+    return (arguments.batch or batch, *rest)
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    tiers = arguments.tiers.split(",")
+    if unknown := [tier for tier in tiers if tier not in TIERS]:
+        sys.exit(f"no tier is called {unknown[0]!r}; there are {', '.join(TIERS)}")
+    case = {"model": arguments.model, "shape": input_shape(arguments), "ratio": arguments.ratio, "eval": arguments.eval}
+    here = environment(torch.device(arguments.device))
+    processes = [Process(tier) for tier in tiers]
+    samples: dict[str, list[dict[str, float]]] = {tier: [] for tier in tiers}
+    with tqdm(total=(arguments.repeats + 2) * len(tiers), unit="step", file=sys.stderr) as bar:
+        for turn in range(-1, arguments.repeats + 1):
+            for process in processes:
+                bar.set_description(process.tier)
+                found = process.ask("measure" if turn == 0 else "step")
+                if turn >= 0:
+                    samples[process.tier].append(found)
+                bar.update()
+    for process in processes:
+        process.close()
+    with RowWriter(arguments.json) as writer:
+        for tier, found in samples.items():
+            for metric in (*BYTES, *SECONDS):
+                values = [one[metric] for one in found if metric in one]
+                if values:
+                    p20, p50, p80 = spread(values) if len(values) > 1 else values * 3
+                    unit = "bytes" if metric in BYTES else "s"
+                    row = Row("step", case, tier, metric, unit, p50, p20, p80, len(values), "", "", here)
+                    writer.write(row)
+    return writer.rows
+
+
+def report(rows: list[Row]) -> str:
+    tiers = list(dict.fromkeys(row.provider for row in rows))
+    value = {(row.provider, row.metric): row for row in rows}
+    first = tiers[0]
+
+    def cell(tier: str, metric: str) -> str:
+        row, base = value.get((tier, metric)), value.get((first, metric))
+        if row is None or row.p50 is None:
+            return ""
+        times = f" ({row.p50 / base.p50:.2f})" if base and base.p50 else ""
+        if row.unit == "bytes":
+            return f"{row.p50 / MIB:.0f}{times}"
+        return f"{row.p50:.2f} [{row.p20:.2f} {row.p80:.2f}]{times}"
+
+    table = [
+        {"tier": tier}
+        | {
+            f"{metric} {'MiB' if metric in BYTES else 's'}": cell(tier, metric)
+            for metric in (*BYTES, *SECONDS)
+            if any((one, metric) in value for one in tiers)
+        }
+        for tier in tiers
+    ]
+    case, here = rows[0].case, rows[0].environment
+    shape = "x".join(map(str, case["shape"]))
+    mode = "eval" if case["eval"] else "train"
+    title = f"{case['model']} at {shape}, {mode} mode, ratio {case['ratio']}; {here.device}, {here.threads} threads"
+    note = f"p50 [p20 p80] of {value[first, 'step'].repetitions} steps in turn; in brackets, over {first}"
+    return "\n".join([title, tabulate(table, headers="keys", disable_numparse=True), note])
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tiers = list(dict.fromkeys(row.provider for row in rows))
+    value = {(row.provider, row.metric): row.p50 or 0.0 for row in rows}
+    figure, (memory, seconds) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    places = range(len(tiers))
+    memory.barh(places, [value.get((t, "peak"), 0) / MIB for t in tiers], color="#c9d7e8", label="peak")
+    memory.barh(places, [value.get((t, "held"), 0) / MIB for t in tiers], color="#3b6ea5", height=0.5, label="held")
+    memory.set_xlabel("MiB, as the system counts them")
+    memory.legend(frameon=False)
+    forward = [value.get((t, "forward"), 0) for t in tiers]
+    seconds.barh(places, forward, color="#3b6ea5", label="forward")
+    seconds.barh(
+        places, [value.get((t, "backward"), 0) for t in tiers], left=forward, color="#c9d7e8", label="backward"
+    )
+    seconds.set_xlabel("seconds a step")
+    seconds.legend(frameon=False)
+    for axis in (memory, seconds):
+        axis.set_yticks(list(places), tiers)
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{rows[0].case['model']}, {'x'.join(map(str, rows[0].case['shape']))}", fontsize=10)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tv:resnet50", help="a timm name, or tv: and a torchvision name")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument(
+        "--model", default="tv:resnet50", help="a name of surgeon_fx.zoo: its own, timm's, tv:..., hf:..."
+    )
+    parser.add_argument("--batch", type=int, help="default: the model's")
+    parser.add_argument("--size", type=lambda s: [int(n) for n in s.split("x")], help="224 or 540x960")
     parser.add_argument("--ratio", type=float, default=0.9)
-    parser.add_argument("--tiers", default="eager,no_grad,exact,pruned")
+    parser.add_argument("--tiers", default="eager,no_grad,checkpoint,exact,pruned", help=f"of {', '.join(TIERS)}")
+    parser.add_argument("--eval", action="store_true", help="in evaluation mode: running statistics, no dropout")
+    parser.add_argument("--fuse-attention", action="store_true")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, default=RESULTS / "step.jsonl")
-    parser.add_argument("--in-process", metavar="TIER", help=argparse.SUPPRESS)
+    parser.add_argument("--plot", type=Path, help="draw the rows into this file")
+    parser.add_argument("--from-json", action="store_true", help="report what --json holds; measure nothing")
+    parser.add_argument("--serve", metavar="TIER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.in_process:
-        print(json.dumps(measure(arguments.in_process, arguments)))
+    if arguments.serve:
+        Worker(arguments.serve, arguments).serve()
         return 0
-    rows = []
-    for tier in arguments.tiers.split(","):
-        command = [sys.executable, __file__, *sys.argv[1:], "--in-process", tier]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode:
-            sys.exit(f"{tier}: {result.stderr[-2000:]}")
-        rows.append({"model": arguments.model, "batch": arguments.batch, **json.loads(result.stdout.splitlines()[-1])})
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    eager = rows[0]
-    seconds = eager["forward_s"] + eager["backward_s"]
-    table = [
-        {
-            "tier": row["tier"],
-            "held MiB": round(row["held_bytes"] / MIB),
-            "of first": f"{row['held_bytes'] / eager['held_bytes']:.2f}",
-            "peak MiB": round(row["peak_bytes"] / MIB),
-            "of first ": f"{row['peak_bytes'] / eager['peak_bytes']:.2f}",
-            "forward s": f"{row['forward_s']:.2f}",
-            "backward s": f"{row['backward_s']:.2f}",
-            "step of first": f"{(row['forward_s'] + row['backward_s']) / seconds:.2f}",
-        }
-        for row in rows
-    ]
-    print(f"{arguments.model}, batch {arguments.batch}, {arguments.threads} threads, ratio {arguments.ratio}")
-    print(tabulate(table, headers="keys"))
+    rows = read_rows(arguments.json, "step") if arguments.from_json else run(arguments)
+    print(report(rows))
+    if arguments.plot:
+        plot(rows, arguments.plot)
     return 0
 
 

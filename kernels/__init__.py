@@ -6,7 +6,7 @@ formats and what each backend moves.
 """
 
 from surgeon_fx.kernels.backends import BACKENDS, BackendUnavailable, active_backend, unavailable_reason
-from surgeon_fx.kernels.bits import pack_bits, pack_sign, unpack_bits
+from surgeon_fx.kernels.bits import pack_bits, pack_sign, unpack_bits, unpack_value
 from surgeon_fx.kernels.compress import Compressed, compress, decompress
 from surgeon_fx.kernels.layout import bit_bytes, kept_count, mask_bytes
 
@@ -24,4 +24,5 @@ __all__ = [
     "pack_sign",
     "unavailable_reason",
     "unpack_bits",
+    "unpack_value",
 ]

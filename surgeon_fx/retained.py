@@ -33,8 +33,8 @@ def saved_by(node: Node) -> Iterator[Saved | Tensor]:
         if name.startswith(RAW):
             raw = getattr(node, name)
             for one in raw if isinstance(raw, tuple) else (raw,):
-                if one is not None and (data := one.data) is not None:
-                    yield data
+                if one is not None:  # hooks of others pack what they like; tensors in it count
+                    yield from (x for x in tree_leaves(one.data) if isinstance(x, (Saved, Tensor)))
     yield from (x for x in tree_leaves(getattr(node, "__dict__", {})) if isinstance(x, Tensor))
 
 

@@ -32,6 +32,18 @@ def unpack_bits(
     return flat.view(size) if stride is None else unflatten(flat, size, stride)
 
 
+def unpack_value(
+    bits: Tensor, value: Tensor, shape: int | Sequence[int], stride: Sequence[int] | None = None, backend: str = "auto"
+) -> Tensor:
+    """`value`, a tensor of one element, where a bit is set, and zero elsewhere; laid out as `unpack_bits` does."""
+    size = torch.Size((shape,) if isinstance(shape, int) else shape)
+    _check_bits(bits, size.numel())
+    if check_float(value).numel() != 1 or value.device != bits.device:
+        raise ValueError(f"value must be one number on {bits.device}, got shape {tuple(value.shape)} on {value.device}")
+    flat = _unpack_value_op(bits, size.numel(), value.reshape(1), check_backend(backend))
+    return flat.view(size) if stride is None else unflatten(flat, size, stride)
+
+
 def _check_mask(mask: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
         raise ValueError(f"mask must be a boolean tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
@@ -58,6 +70,11 @@ def _run_unpack_bits(bits: Tensor, numel: int, backend: str = "auto") -> Tensor:
     return implementation("bits", backend, bits.device.type).unpack_bits(bits, numel)
 
 
+def _run_unpack_value(bits: Tensor, numel: int, value: Tensor, backend: str = "auto") -> Tensor:
+    _check_bits(bits, numel)
+    return implementation("bits", backend, bits.device.type).unpack_value(bits, numel, value)
+
+
 def _fake_pack_bits(mask: Tensor, backend: str = "auto") -> Tensor:
     return _fake_bits(_check_mask(mask))
 
@@ -74,8 +91,17 @@ def _fake_unpack(bits: Tensor, numel: int, backend: str = "auto") -> Tensor:
     return bits.new_empty(numel, dtype=torch.bool)
 
 
+def _fake_unpack_value(bits: Tensor, numel: int, value: Tensor, backend: str = "auto") -> Tensor:
+    return value.new_empty(numel)
+
+
 _pack_bits_op = define_op('pack_bits(Tensor mask, str backend="auto") -> Tensor', _run_pack_bits, _fake_pack_bits)
 _pack_sign_op = define_op('pack_sign(Tensor x, str backend="auto") -> Tensor', _run_pack_sign, _fake_pack_sign)
 _unpack_bits_op = define_op(
     'unpack_bits(Tensor bits, SymInt numel, str backend="auto") -> Tensor', _run_unpack_bits, _fake_unpack
+)
+_unpack_value_op = define_op(
+    'unpack_value(Tensor bits, SymInt numel, Tensor value, str backend="auto") -> Tensor',
+    _run_unpack_value,
+    _fake_unpack_value,
 )

@@ -27,3 +27,12 @@ def unpack_bits(bits: Tensor, numel: int) -> Tensor:
     mask = torch.empty(numel, dtype=torch.bool)
     library().sfx_unpack_bits(bits.data_ptr(), numel, mask.data_ptr(), threads())
     return mask
+
+
+def unpack_value(bits: Tensor, numel: int, value: Tensor) -> Tensor:
+    out = torch.empty(numel, dtype=value.dtype)
+    width = value.element_size()
+    pattern = int(value.view(FLOAT_BITS[value.dtype].integer)) & ((1 << 8 * width) - 1)
+    if library().sfx_unpack_value(bits.data_ptr(), numel, width, pattern, out.data_ptr(), threads()) != 0:
+        raise MemoryError(f"no memory to unpack {numel} elements")
+    return out

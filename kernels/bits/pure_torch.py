@@ -39,3 +39,7 @@ def unpack_bits(bits: Tensor, numel: int) -> Tensor:
     mask = torch.empty(bits.numel(), 8, dtype=torch.uint8, device=bits.device)
     torch.bitwise_right_shift(bits.unsqueeze(1), places, out=mask)
     return mask.bitwise_and_(1).view(torch.bool).view(-1)[:numel]
+
+
+def unpack_value(bits: Tensor, numel: int, value: Tensor) -> Tensor:
+    return unpack_bits(bits, numel).to(value.dtype).mul_(value)

@@ -22,5 +22,9 @@ def unpack_bits(bits: Tensor, numel: int) -> Tensor:
     return (bits.unsqueeze(1) >> _places(bits) & 1).bool().view(-1)[:numel]
 
 
+def unpack_value(bits: Tensor, numel: int, value: Tensor) -> Tensor:
+    return torch.where(unpack_bits(bits, numel), value, 0.0)
+
+
 def _places(like: Tensor) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=like.device)

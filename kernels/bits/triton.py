@@ -34,6 +34,14 @@ def unpack_bits_kernel(bits, n, mask, SIZE: tl.constexpr):
     tl.store(mask + at, ((byte >> (at % 8).to(tl.int32)) & 1).to(tl.uint8), mask=at < n)
 
 
+@triton.jit
+def unpack_value_kernel(bits, n, x, out, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    byte = tl.load(bits + at // 8, mask=at < n, other=0).to(tl.int32)
+    value = tl.load(x)
+    tl.store(out + at, tl.where(((byte >> (at % 8).to(tl.int32)) & 1) != 0, value, value ^ value), mask=at < n)
+
+
 def pack_bits(mask: Tensor) -> Tensor:
     bits = torch.empty(bit_bytes(mask.numel()), dtype=torch.uint8, device=mask.device)
     if mask.numel():
@@ -69,3 +77,14 @@ def unpack_bits(bits: Tensor, numel: int) -> Tensor:
                 bits, numel, mask.view(torch.uint8), SIZE=BLOCK, num_warps=NUM_WARPS
             )
     return mask
+
+
+def unpack_value(bits: Tensor, numel: int, value: Tensor) -> Tensor:
+    out = torch.empty(numel, dtype=value.dtype, device=bits.device)
+    integer = FLOAT_BITS[value.dtype].integer
+    if numel:
+        with on_device(bits):
+            unpack_value_kernel[(triton.cdiv(numel, BLOCK),)](
+                bits, numel, value.view(integer), out.view(integer), SIZE=BLOCK, num_warps=NUM_WARPS
+            )
+    return out

@@ -536,3 +536,18 @@ EXPORT void sfx_unpack_bits(const uint8_t *bits, int64_t n, uint8_t *mask, int t
         }
     }
 }
+
+/* One value where a bit is set, zero elsewhere: an expansion of values that are all the same. Returns -1 without memory. */
+EXPORT int sfx_unpack_value(const uint8_t *bits, int64_t n, int64_t width, uint64_t value, void *out, int threads) {
+    int64_t chunks = (n + CHUNK - 1) / CHUNK, room = CHUNK + WORD;
+    const Kernels *k = kernels_for(width);
+    int shards = shards_for(n, threads), stream = n * width >= STREAM_BYTES;
+    char *values = malloc((size_t)(room * width));
+    if (!values) return -1;
+    for (int64_t i = 0; i < room; i++) memcpy(values + i * width, &value, (size_t)width); /* little-endian: its low bytes */
+    FOR_SHARDS(s, shards, n)
+        for (int64_t c = share(chunks, s, shards); c < share(chunks, s + 1, shards); c++)
+            k->expand(values, room, bits + c * (CHUNK / 8), chunk_size(n, c), (char *)out + c * CHUNK * width, stream);
+    free(values);
+    return 0;
+}

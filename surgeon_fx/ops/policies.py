@@ -98,14 +98,18 @@ class Sign(Policy):
     """ReLU: whether the gradient passes."""
 
     def pack(self, x: Tensor) -> Saved:
-        return SavedBits(x, pack_sign(x), 0, 1) if x.dtype in FLOAT_BITS else super().pack(x)
+        return SavedBits(x, pack_sign(x), _one(x)) if x.dtype in FLOAT_BITS else super().pack(x)
+
+
+def _one(like: Tensor) -> Tensor:
+    return torch.ones((), dtype=like.dtype, device=like.device)
 
 
 class Positive(Policy):
     """Leaky ReLU: whether x > 0. NaN takes the slope, as the native kernel has it."""
 
     def pack(self, x: Tensor) -> Saved:
-        return SavedBits(x, pack_bits(x > 0), 0, 1)
+        return SavedBits(x, pack_bits(x > 0), _one(x))
 
 
 def between(low: float, high: float) -> type[Policy]:
@@ -113,7 +117,10 @@ def between(low: float, high: float) -> type[Policy]:
 
     class Between(Policy):
         def pack(self, x: Tensor) -> Saved:
-            return SavedBits(x, pack_bits(~((x <= low) | (x >= high))), low, (low + high) / 2)
+            outside = (x <= low) | (x >= high)
+            if low < 0 < high:  # what is restored as zero must be on the right side
+                return SavedBits(x, pack_bits(outside), _one(x) * high)
+            return SavedBits(x, pack_bits(~outside), _one(x) * (low + high) / 2)
 
     return Between
 
@@ -123,10 +130,10 @@ class Mask(Policy):
 
     def pack(self, x: Tensor) -> Saved:
         if x.dtype is torch.bool:
-            return SavedBits(x, pack_bits(x), 0, 1)
+            return SavedBits(x, pack_bits(x), _one(x))
         if storage_of(x) in self.inputs or x.dtype not in FLOAT_BITS or x.numel() == 0:
             return super().pack(x)
-        return SavedBits(x, pack_sign(x), 0, float(x.max()))
+        return SavedBits(x, pack_sign(x), x.max())
 
 
 class Pool(Policy):
@@ -156,12 +163,8 @@ class _NormalisedInput(Saved):
         self.saved: Saved | None = None
         self.rstd: Tensor | None = None
 
-    def settle(self, ratio: float, mean: Tensor, rstd: Tensor, restore_scale: bool) -> None:
-        x, self.x = self.x, None
-        assert x is not None
-        same = x.dtype == mean.dtype
-        hat = torch.addcmul(-mean * rstd, x, rstd) if same else x.sub(mean).mul_(rstd).to(x.dtype)
-        self.compressed, self.rstd = compress(hat, ratio), rstd if restore_scale else None
+    def settle(self, hat: Tensor, ratio: float, rstd: Tensor | None) -> None:
+        self.x, self.compressed, self.rstd = None, compress(hat, ratio), rstd
 
     def settle_as_it_is(self, ratio: float) -> None:
         x, self.x = self.x, None
@@ -240,7 +243,13 @@ class Normalise(Policy):
     def finish(self) -> None:
         if len(self.pending) == 1 and (found := self._statistics()):
             mean, rstd, folds = found
-            self.pending[0].settle(self.ratio, mean, rstd, not folds)
+            x = self.pending[0].x
+            assert x is not None
+            if folds and x.dtype == mean.dtype:  # the native kernel does it in one pass
+                hat = torch.batch_norm(x, None, None, mean.view(-1), rstd.view(-1) ** -2, False, 0.0, 0.0, False)
+            else:
+                hat = x.sub(mean).mul_(rstd).to(x.dtype)
+            self.pending[0].settle(hat, self.ratio, None if folds else rstd)
         else:
             for saved in self.pending:
                 saved.settle_as_it_is(self.ratio)

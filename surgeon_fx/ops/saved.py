@@ -11,6 +11,7 @@ the compressed copy goes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from surgeon_fx.kernels import Compressed, compress, decompress, unpack_bits
+from surgeon_fx.kernels import Compressed, compress, decompress, unpack_bits, unpack_value
 from surgeon_fx.kernels.layout import FLOAT_BITS, is_dense
 
 Key = tuple[object, ...]
@@ -123,23 +124,22 @@ class SavedActivation(Saved):
 
 
 class SavedBits(Saved):
-    """A tensor of two values: one bit per element."""
+    """A tensor of zeros and one other value: one bit per element."""
 
-    __slots__ = ("bits", "dtype", "off", "on", "shape", "stride")
+    __slots__ = ("bits", "shape", "stride", "value")
 
-    def __init__(self, like: Tensor, bits: Tensor, off: float, on: float) -> None:
-        self.bits, self.off, self.on = bits, off, on
-        self.shape, self.stride, self.dtype = like.shape, _dense_stride(like), like.dtype
+    def __init__(self, like: Tensor, bits: Tensor, value: Tensor) -> None:
+        self.bits, self.value = bits, value
+        self.shape, self.stride = like.shape, _dense_stride(like)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.bits,)
 
     def restore(self) -> Tensor:
-        values = unpack_bits(self.bits, self.shape, self.stride).to(self.dtype)
-        if (self.off, self.on) != (0, 1):
-            values.mul_(self.on - self.off).add_(self.off)
-        return values
+        if self.value.dtype is torch.bool:
+            return unpack_bits(self.bits, self.shape, self.stride)
+        return unpack_value(self.bits, self.value, self.shape, self.stride)
 
 
 class SavedShape(Saved):
@@ -159,7 +159,11 @@ class SavedShape(Saved):
 
 
 class Window:
-    """The windows of a max pool: turns an index into the input plane into a place in the window, and back."""
+    """The windows of a max pool: turns an index into the input plane into a place in the window, and back.
+
+    What is left of an index after the corner of its window is one of few numbers, the same for every window: a byte
+    says which.
+    """
 
     def __init__(
         self,
@@ -169,42 +173,32 @@ class Window:
         padding: Sequence[int],
         dilation: Sequence[int],
     ) -> None:
-        self.plane, self.kernel, self.stride, self.padding, self.dilation = plane, kernel, stride, padding, dilation
+        self.plane, self.stride, self.padding = plane, stride, padding
+        self.pitch = [math.prod(plane[d + 1 :]) for d in range(len(plane))]
+        places = [[step * dilation[d] * self.pitch[d] for step in range(kernel[d])] for d in range(len(plane))]
+        self.places = sorted({sum(place) for place in itertools.product(*places)})
 
     def fits(self) -> bool:
-        return math.prod(self.kernel) <= 256
+        return len(self.places) <= 256
 
-    def _origins(self, like: Tensor) -> list[Tensor]:
-        """Per dimension, where each window begins, broadcast against the output."""
+    def _corners(self, like: Tensor) -> Tensor:
+        """The index of each window's first place, which may lie in the padding; broadcast against the output."""
         dims = len(self.plane)
-        found = []
+        corners = torch.zeros([1] * dims, dtype=torch.long, device=like.device)
         for d in range(dims):
             begin = torch.arange(like.shape[d - dims], device=like.device) * self.stride[d] - self.padding[d]
-            found.append(begin.view([-1 if i == d else 1 for i in range(dims)]))
-        return found
+            corners = corners + (begin * self.pitch[d]).view([-1 if i == d else 1 for i in range(dims)])
+        return corners
 
     def offsets(self, indices: Tensor) -> Tensor:
         """One byte per output."""
-        rest, places = indices, []
-        for size in reversed(self.plane):
-            places.append(rest % size)
-            rest = rest.div(size, rounding_mode="floor")
-        offset = torch.zeros_like(indices)
-        for d, begin in enumerate(self._origins(indices)):
-            step = (places[len(self.plane) - 1 - d] - begin).div_(self.dilation[d], rounding_mode="floor")
-            offset.mul_(self.kernel[d]).add_(step)
-        return offset.to(torch.uint8)
+        numbers = torch.zeros(self.places[-1] + 1, dtype=torch.uint8)
+        numbers[self.places] = torch.arange(len(self.places), dtype=torch.uint8)
+        return numbers.to(indices.device).take(indices - self._corners(indices))
 
     def indices(self, offsets: Tensor) -> Tensor:
-        rest, steps = offsets.long(), []
-        for size in reversed(self.kernel):
-            steps.append(rest % size)
-            rest = rest.div(size, rounding_mode="floor")
-        index = torch.zeros_like(offsets, dtype=torch.long)
-        for d, begin in enumerate(self._origins(offsets)):
-            place = steps[len(self.plane) - 1 - d].mul_(self.dilation[d]).add_(begin)
-            index.mul_(self.plane[d]).add_(place)
-        return index
+        places = torch.tensor(self.places, device=offsets.device)
+        return places.take(offsets.long()).add_(self._corners(offsets))
 
 
 class SavedIndices(Saved):
