@@ -1,248 +1,633 @@
 """Transforms many models and says what came of it: exact at ratio 0? layers rewritten? share of retained bytes handled?
 
     python bench/coverage.py --suite timm --quick
-    python bench/coverage.py --suite all --json bench/results/coverage.jsonl
+    python bench/coverage.py --suite all --json bench/results/coverage.jsonl --resume
 
-One smallest model of each timm family, torchvision's classification and segmentation models, and small Hugging Face
-models with random weights. A step is forward, entropy of the output, backward, in training mode. The last figure sets
-the bytes that rewritten operations hold at ratio 0.9 against what eager autograd retains, parameters apart; what
-operations outside them save is not in it yet.
+One smallest model of each timm family; torchvision's models for classification, segmentation, detection, video and
+optical flow; small Hugging Face models with random weights. Inputs are small, models in training mode. A step is
+forward, a fixed random projection of every output (or the sum of the losses a detector returns), backward. The steps
+of a model, each from the same seed and buffers: eager twice, transformed at ratio 0, transformed at 0.9, and `explain`.
+
+- eager, exact, pruned: bytes the autograd graph keeps alive after forward, parameters and buffers apart
+- handled: of those, the share that operations rewritten at 0.9 answer for, by `explain`
+- layers: convolutions, linears and normalisations, torch's or by the name of their class; in the ratio table, and of
+  those that ran, how many let no operation save outside a policy
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
+import gc
+import importlib.util
 import json
-import math
+import random
+import re
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from common import MIB, RESULTS, Environment, Row, environment
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
 from tqdm import tqdm
 
 import surgeon_fx
-from surgeon_fx.ops.layers import PRUNABLE
-from surgeon_fx.ops.saved import held_bytes
+from surgeon_fx.explain import Explanation
+from surgeon_fx.ops.policies import SMALL_BYTES, storage_of
+from surgeon_fx.ops.runtime import state
+from surgeon_fx.retained import retained_bytes
 
-QUICK = 12
+RATIO = 0.9
+EXACT_LIMIT = 1.03  # of the exact tier's bytes over eager's
+HANDLED_GOAL = 0.95
+BIG = 150_000_000  # parameters
+SLOW_TIMM = ("convmixer_768_32",)  # for their size
+TORCH_LAYERS = (_ConvNd, nn.Linear, _NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+QUICK: dict[str, tuple[str, ...]] = {
+    "timm": (
+        *("test_byobnet", "test_convnext", "test_efficientnet", "test_mambaout", "test_nfnet", "test_vit"),
+        *("efficientvit_m0", "gmlp_ti16_224", "levit_128s", "mobilevit_xxs", "pvt_v2_b0", "test_resnet"),
+    ),
+    "torchvision": (
+        *("densenet121", "mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t"),
+        *("lraspp_mobilenet_v3_large", "fasterrcnn_mobilenet_v3_large_320_fpn", "ssdlite320_mobilenet_v3_large"),
+        *("r3d_18", "swin3d_t", "raft_small"),
+    ),
+    "transformers": ("segformer", "vit", "swin", "bert", "gpt2", "llama", "whisper", "clip", "mamba", "t5"),
+}
+UNITS = {
+    **dict.fromkeys(("transforms", "deterministic", "forward_equal", "gradients_equal"), "bool"),
+    **dict.fromkeys(("pruned_forward_equal", "pruned_finite"), "bool"),
+    **dict.fromkeys(("layers", "layers_in_table", "layers_run", "layers_under_policy"), "count"),
+    **dict.fromkeys(("eager", "exact", "pruned"), "bytes"),
+    "handled": "share",
+    "seconds": "s",
+}
+LAST = "seconds"  # with it, a model is done
 
 
-@dataclass(frozen=True)
-class Row:
+class Built(NamedTuple):
+    """A model, and what one call is given. Input gradients are compared for floats among `inputs`."""
+
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class Case(NamedTuple):
+    suite: str
+    name: str
+    build: Callable[[], Built]
+
+
+@dataclass
+class Result:
+    """What came of one model: a number for each metric that was reached, and what there is to say about it."""
+
     suite: str
     model: str
-    transforms: bool
-    forward_equal: bool = False
-    gradients_equal: bool = False
-    forward_equal_pruned: bool = False
-    finite: bool = False
-    layers: int = 0
-    rewritten: int = 0
-    eager_bytes: int = 0
-    held_bytes: int = 0
-    note: str = ""
+    values: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def put(self, metric: str, value: float, note: str = "") -> None:
+        self.values[metric], self.notes[metric] = float(value), note
+
+    def is_true(self, metric: str) -> bool:
+        return self.values.get(metric) == 1
+
+    def over_eager(self, metric: str) -> float:
+        return self.values.get(metric, 0) / max(self.values.get("eager", 0), 1)
+
+    def all_layers(self) -> bool:
+        v = self.values
+        return "layers" in v and v["layers"] == v["layers_in_table"] and v["layers_run"] == v["layers_under_policy"]
+
+    def note(self) -> str:
+        return "; ".join(note for metric, note in self.notes.items() if note and metric != "handled")
+
+    def rows(self, where: Environment) -> list[Row]:
+        """One row of bench/common.py's schema for each metric."""
+        case = {"suite": self.suite, "model": self.model, "ratio": RATIO}
+        rows = []
+        for metric, x in self.values.items():
+            tier = "eager" if metric in ("eager", "deterministic") else "surgeon_fx"
+            rows.append(Row("coverage", case, tier, metric, UNITS[metric], x, x, x, 1, "", self.notes[metric], where))
+        return rows
 
 
-def timm_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
+def results_of(rows: Iterable[Row]) -> list[Result]:
+    results: dict[tuple[str, str], Result] = {}
+    for row in rows:
+        key = row.case["suite"], row.case["model"]
+        results.setdefault(key, Result(*key)).put(row.metric, row.p50 or 0.0, row.note)
+    return list(results.values())
+
+
+def finished_rows(path: Path) -> list[Row]:
+    """The rows of the models that a file holds completely; a line cut off by a crash ends it."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(Row.from_json(line))
+        except (KeyError, TypeError, json.JSONDecodeError):
+            break
+    done = {(r.suite, r.model) for r in results_of(rows) if LAST in r.values}
+    return [row for row in rows if (row.case["suite"], row.case["model"]) in done]
+
+
+# Suites
+
+
+def timm_cases() -> Iterator[Case]:
+    for name in timm_families().values():
+        yield Case("timm", name, partial(build_timm, name))
+
+
+def timm_families() -> dict[str, str]:
+    """The smallest model of each family. Looked for once a version of timm: it takes minutes."""
     import timm
 
-    for family in timm.list_modules():
-        best: tuple[int, str] | None = None
-        for name in timm.list_models(module=family):
-            with torch.device("meta"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                try:
-                    size = sum(p.numel() for p in timm.create_model(name).parameters())
-                except Exception:  # some cannot be built on the meta device
-                    continue
-            if best is None or size < best[0]:
-                best = (size, name)
-        if best:
-            yield best[1], partial(_timm, best[1])
+    cache = RESULTS / "timm_families.json"
+    known = json.loads(cache.read_text()) if cache.exists() else {}
+    if timm.__version__ not in known:
+        sizes: dict[str, tuple[int, str]] = {}
+        families = [(family, name) for family in timm.list_modules() for name in timm.list_models(module=family)]
+        for family, name in tqdm(families, desc="sizes of timm's models, once", file=sys.stderr):
+            with torch.device("meta"), quiet(), contextlib.suppress(Exception):  # some cannot be built there
+                size = sum(p.numel() for p in timm.create_model(name).parameters())
+                sizes[family] = min(sizes.get(family, (size, name)), (size, name), key=lambda found: found[0])
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        known[timm.__version__] = {family: name for family, (_, name) in sizes.items()}
+        cache.write_text(json.dumps(known, indent=1) + "\n")
+    return known[timm.__version__]
 
 
-def _timm(name: str) -> tuple[nn.Module, Any]:
+def build_timm(name: str) -> Built:
+    """At the size the model is made for, or a smaller one where that is large and not the only one."""
     import timm
 
     model = timm.create_model(name)
-    return model, torch.randn(2, *timm.data.resolve_model_data_config(model)["input_size"])
+    size = timm.data.resolve_model_data_config(model)["input_size"]
+    if name in SLOW_TIMM or (size[-1] > 299 and not model.pretrained_cfg.get("fixed_input_size")):
+        size = model.pretrained_cfg.get("min_input_size") or (3, 160, 160)
+    return Built(model, (torch.randn(2, *size),), {})
 
 
-def torchvision_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
-    import torchvision
+def torchvision_cases() -> Iterator[Case]:
+    from torchvision import models
 
-    for module, options in ((torchvision.models, {}), (torchvision.models.segmentation, {"weights_backbone": None})):
-        for name in torchvision.models.list_models(module=module):
-            yield name, partial(_torchvision, name, options)
-
-
-def _torchvision(name: str, options: dict[str, Any]) -> tuple[nn.Module, Any]:
-    import torchvision
-
-    size = 299 if name == "inception_v3" else 224
-    return torchvision.models.get_model(name, weights=None, **options), torch.randn(2, 3, size, size)
-
-
-def transformers_models() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
-    import transformers as hf
-
-    text = {
-        "vocab_size": 100,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-    }
-    vision = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    tokens, image = torch.randint(0, 100, (2, 24)), torch.randn(2, 3, 224, 224)
-    for name, config, model, x in (
-        ("segformer", "SegformerConfig", "SegformerForSemanticSegmentation", image),
-        ("vit", "ViTConfig", "ViTForImageClassification", image),
-        ("swin", "SwinConfig", "SwinForImageClassification", image),
-        ("bert", "BertConfig", "BertForSequenceClassification", tokens),
-        ("gpt2", "GPT2Config", "GPT2LMHeadModel", tokens),
-        ("llama", "LlamaConfig", "LlamaForCausalLM", tokens),
+    for task, build in (
+        (models, build_classifier),
+        (models.segmentation, build_segmentation),
+        (models.detection, build_detector),
+        (models.video, build_video),
+        (models.optical_flow, build_flow),
     ):
-        options = {"bert": text, "llama": text, "vit": vision}.get(name, {})
-        if name == "gpt2":
-            options = {"vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 4}
-        yield name, lambda c=config, m=model, o=options, x=x: (getattr(hf, m)(getattr(hf, c)(**o)), x)
+        for name in models.list_models(module=task):
+            yield Case("torchvision", name, partial(build, name))
 
 
-SUITES = {"timm": timm_models, "torchvision": torchvision_models, "transformers": transformers_models}
+def torchvision_model(name: str, **options: Any) -> nn.Module:
+    from torchvision import models
+
+    return models.get_model(name, weights=None, **options)
 
 
-def first_tensor(out: Any) -> Tensor:
-    if isinstance(out, Tensor):
-        return out
-    values = out.values() if isinstance(out, dict) else out
-    return next(first_tensor(v) for v in values if isinstance(v, (Tensor, tuple, list, dict)))
+def build_classifier(name: str) -> Built:
+    options: dict[str, Any] = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
+    size = {"inception_v3": 299, "maxvit_t": 224, "vit_h_14": 112}.get(name, 128)
+    if name.startswith("vit"):
+        options["image_size"] = size
+    model = torchvision_model(name, **options)
+    if size == 128 and not name.startswith("vit") and sum(p.numel() for p in model.parameters()) > BIG:
+        size = 64
+    return Built(model, (torch.randn(2, 3, size, size),), {})
 
 
-def step(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor], int]:
-    """Output, gradients by name, and the bytes rewritten operations hold after forward."""
-    model.zero_grad()
+def build_segmentation(name: str) -> Built:
+    return Built(torchvision_model(name, weights_backbone=None, aux_loss=None), (torch.randn(2, 3, 128, 128),), {})
+
+
+def build_detector(name: str) -> Built:
+    sizes = {} if name.startswith("ssd") else {"min_size": 160, "max_size": 224}
+    boxes = torch.tensor([[8.0, 8.0, 90.0, 100.0], [30.0, 40.0, 120.0, 150.0]])
+    masks = torch.zeros(2, 160, 160, dtype=torch.uint8)
+    masks[:, 45:90, 45:80] = 1
+    keypoints = torch.cat([torch.rand(2, 17, 2) * 40 + 45, torch.ones(2, 17, 1)], -1)
+    target = {"boxes": boxes, "labels": torch.ones(2, dtype=torch.long), "masks": masks, "keypoints": keypoints}
+    model = torchvision_model(name, weights_backbone=None, **sizes)
+    return Built(model, ([torch.rand(3, 160, 160) for _ in range(2)],), {"targets": [dict(target) for _ in range(2)]})
+
+
+def build_video(name: str) -> Built:
+    shape = (1, 3, 16, 224, 224) if name.startswith(("mvit", "s3d")) else (2, 3, 8, 112, 112)
+    return Built(torchvision_model(name), (torch.randn(shape),), {})
+
+
+def build_flow(name: str) -> Built:
+    images = torch.rand(2, 3, 128, 128), torch.rand(2, 3, 128, 128)
+    return Built(torchvision_model(name), images, {"num_flow_updates": 3})
+
+
+def transformers_cases() -> Iterator[Case]:
+    if importlib.util.find_spec("transformers") is None:
+        print("the transformers suite is skipped: pip install transformers", file=sys.stderr)
+        return
+    tokens, image, vocabulary = torch.arange(128).view(2, 64) % 100, (2, 3, 128, 128), {"vocab_size": 100}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    text, vision = {**vocabulary, **sizes}, {"image_size": 128, **sizes}
+    mixture = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    halves = {f"{half}_{key}": n for half in ("encoder", "decoder") for key, n in (("layers", 2), ("ffn_dim", 128))}
+    whisper = {
+        **halves,
+        "d_model": 64,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "max_source_positions": 200,
+    }
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    t5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    clip = {"text_config": {**text, **special}, "vision_config": {"patch_size": 16, **vision}, "projection_dim": 32}
+    sound = torch.arange(16000.0).mul_(0.05).sin_().view(2, 8000)  # no input gradient: the model sets the flag itself
+    no_cache, decoder = {"use_cache": False}, {"decoder_input_ids": tokens, "use_cache": False}
+    for name, head, settings, inputs, options in (
+        ("segformer", "SegformerForSemanticSegmentation", {}, (image,), {}),
+        ("vit", "ViTForImageClassification", vision, (image,), {}),
+        ("dinov2", "Dinov2ForImageClassification", {"patch_size": 16, **vision}, (image,), {}),
+        ("swin", "SwinForImageClassification", {"image_size": 128, "window_size": 4}, (image,), {}),
+        ("convnextv2", "ConvNextV2ForImageClassification", {}, (image,), {}),
+        ("bert", "BertForSequenceClassification", text, (tokens,), {}),
+        ("gpt2", "GPT2LMHeadModel", {**vocabulary, "n_embd": 64, "n_layer": 2, "n_head": 4}, (tokens,), no_cache),
+        ("llama", "LlamaForCausalLM", text, (tokens,), no_cache),
+        ("mixtral", "MixtralForCausalLM", {**text, **mixture}, (tokens,), no_cache),
+        ("mamba", "MambaForCausalLM", {**vocabulary, "hidden_size": 64, "num_hidden_layers": 2}, (tokens,), no_cache),
+        ("t5", "T5ForConditionalGeneration", {**vocabulary, **t5}, (tokens,), decoder),
+        ("whisper", "WhisperForConditionalGeneration", {**vocabulary, **whisper, **special}, ((2, 80, 400),), decoder),
+        ("clip", "CLIPModel", clip, (tokens, image), {}),
+        ("wav2vec2", "Wav2Vec2ForCTC", {"vocab_size": 32, **sizes}, (), {"input_values": sound}),
+    ):
+        yield Case("transformers", name, partial(build_hugging_face, head, settings, inputs, options))
+
+
+def build_hugging_face(head: str, settings: dict[str, Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Built:
+    import transformers
+
+    kind = getattr(transformers, head)
+    given = tuple(x if isinstance(x, Tensor) else torch.randn(x) for x in inputs)
+    return Built(kind(kind.config_class(**settings)), given, options)
+
+
+SUITES = {"timm": timm_cases, "torchvision": torchvision_cases, "transformers": transformers_cases}
+
+
+def quick_models(*suites: str) -> list[Case]:
+    """A fast subset of the suites named, or of all of them; timm's without the search for each family's smallest."""
+    timm = [Case("timm", name, partial(build_timm, name)) for name in QUICK["timm"]]
+    found = [case for suite in suites or SUITES for case in (timm if suite == "timm" else SUITES[suite]())]
+    return [case for case in found if case.name in QUICK[case.suite]]
+
+
+# One model
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Libraries' own warnings are not what is looked for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Step(NamedTuple):
+    outputs: list[Tensor]
+    loss: Tensor
+    retained: int
+
+
+def seed() -> None:
+    random.seed(0)
     torch.manual_seed(0)
-    if x.is_floating_point():
-        x = x.clone().requires_grad_()
-    out = first_tensor(model(x)).float()
-    held = held_bytes()
-    (-(out.softmax(1) * out.log_softmax(1)).sum(1).mean()).backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return out.detach(), gradients | ({"": x.grad} if x.grad is not None else {}), held
+    if "numpy" in sys.modules:  # not ours, but some models draw from it
+        sys.modules["numpy"].random.seed(0)
 
 
-def retained_bytes(model: nn.Module, x: Tensor) -> int:
-    """What eager autograd keeps for backward: unique storages, parameters and buffers apart."""
-    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    kept: dict[int, tuple[int, Tensor]] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        if t.untyped_storage()._cdata not in own:
-            kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes(), t.detach()
-        return t
-
-    torch.manual_seed(0)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(x.clone().requires_grad_() if x.is_floating_point() else x)
-    return sum(size for size, _ in kept.values())
+def fresh_inputs(built: Built) -> tuple[Any, ...]:
+    """The inputs as new leaves, floats among them with a gradient to come."""
+    return tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.is_floating_point()), built.inputs)
 
 
-def check(suite: str, name: str, build: Callable[[], tuple[nn.Module, Any]]) -> Row:
+def step(built: Built, visit: Callable[[str, Tensor], None]) -> Step:
+    """Forward and backward. Each gradient is shown to `visit` and dropped: large models hold one set, not three."""
+    model = built.model
+    seed()
+    inputs = fresh_inputs(built)
+    out = model(*inputs, **built.options)
+    outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+    retained = retained_bytes(outputs, model)
+    generator = torch.Generator().manual_seed(1)
+    losses = [
+        x.float() if x.dim() == 0 else (x.float() * torch.randn(x.shape, generator=generator)).mean()
+        for x in outputs
+        if x.requires_grad
+    ]
+    loss = torch.stack(losses).sum()
+
+    def take(name: str, x: Tensor) -> None:
+        assert x.grad is not None
+        visit(name, x.grad)
+        x.grad = None
+
+    leaves = {f"input {i}": x for i, x in enumerate(tree_leaves(inputs)) if isinstance(x, Tensor)}
+    hooks = [
+        x.register_post_accumulate_grad_hook(partial(take, name))
+        for name, x in (leaves | dict(model.named_parameters())).items()
+        if x.requires_grad
+    ]
     try:
-        torch.manual_seed(0)
-        model, x = build()
-        model.train()
-        state = copy.deepcopy(model.state_dict())
-        out, gradients, _ = step(model, x)
-        model.load_state_dict(state)
-        again, repeated, _ = step(model, x)
-        deterministic = torch.equal(out, again) and all(torch.equal(g, repeated[n]) for n, g in gradients.items())
-        model.load_state_dict(state)
-        eager = retained_bytes(model, x)
-        model.load_state_dict(state)
-    except Exception as error:
-        return Row(suite, name, False, note=f"eager: {type(error).__name__}: {error}"[:150])
-    try:
-        transformed = surgeon_fx.transform(model)
-        exact, exact_gradients, _ = step(transformed, x)
-        model.load_state_dict(state)
-        surgeon_fx.ratios(transformed).fill(0.9)
-        pruned, pruned_gradients, held = step(transformed, x)
-    except Exception as error:
-        return Row(suite, name, False, note=f"{type(error).__name__}: {error}"[:150])
-    same = exact_gradients.keys() == gradients.keys()
-    layers = [n for n, m in model.named_modules() if isinstance(m, PRUNABLE)]
-    return Row(
-        suite,
-        name,
-        True,
-        torch.equal(exact, out),
-        same and all(torch.equal(g, exact_gradients[n]) for n, g in gradients.items()),
-        torch.equal(pruned, out),
-        all(bool(g.isfinite().all()) for g in pruned_gradients.values()),
-        len(layers),
-        len(surgeon_fx.ratios(transformed)),
-        eager,
-        held,
-        "" if deterministic else "eager itself is not deterministic",
+        loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Step([x.detach() for x in outputs], loss.detach(), retained)
+
+
+@dataclass
+class Gradients:
+    """Compares the gradients of a step with those of another."""
+
+    expected: dict[str, Tensor]
+    seen: set[str] = field(default_factory=set)
+    unequal: list[str] = field(default_factory=list)
+    infinite: list[str] = field(default_factory=list)
+
+    def __call__(self, name: str, gradient: Tensor) -> None:
+        self.seen.add(name)
+        if name not in self.expected or not torch.equal(self.expected[name], gradient):
+            self.unequal.append(name)
+        if not gradient.isfinite().all():
+            self.infinite.append(name)
+
+    def missing(self) -> list[str]:
+        return [name for name in self.expected if name not in self.seen]
+
+
+def same(outputs: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(outputs) == len(expected) and all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+def some(names: Iterable[str], most: int = 4) -> str:
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    """Convolutions, linears and normalisations: torch's, and what is called so and has a weight."""
+
+    def is_layer(module: nn.Module) -> bool:
+        named = re.search("Conv|Linear|Norm", type(module).__name__) and module._parameters.get("weight") is not None
+        return isinstance(module, TORCH_LAYERS) or bool(named)
+
+    return [name for name, module in model.named_modules() if is_layer(module)]
+
+
+class Watch:
+    """Looks on at a forward: which layers ran, and which of those let something large be saved outside a policy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.own = {storage_of(x) for x in (*model.parameters(), *model.buffers())}
+        self.layers = set(layers_of(model))
+        self.path: list[str] = []
+        self.ran: set[str] = set()
+        self.outside: Counter[str] = Counter()
+
+    def __enter__(self) -> Watch:
+        self.hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        self.before, state.observer = state.observer, self._saved
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        state.observer = self.before
+        for hook in self.hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self.path.append(self.names.get(id(module), ""))
+        self.ran |= {self.path[-1]} & self.layers
+
+    def _leave(self, *_: Any) -> None:
+        self.path.pop()
+
+    def _saved(self, policy: Any, x: Tensor, _: Any) -> None:
+        if not policy.handles and x.nbytes > SMALL_BYTES and storage_of(x) not in self.own:
+            self.outside.update(self.layers.intersection(self.path))
+
+
+def unhandled(explanation: Explanation) -> str:
+    """The operations that keep most of what is not handled: their bytes, and the line of the largest tensor."""
+    total: Counter[str] = Counter()
+    where: dict[str, tuple[int, str]] = {}
+    for row in explanation.rows:
+        if not row.handled:
+            who = row.reason.partition(" needs it")[0] if " needs it" in row.reason else row.operation
+            total[who] += row.dense_bytes
+            place = f"{row.layer or 'no layer'} {row.source}".strip()
+            where[who] = max(where.get(who, (0, "")), (row.dense_bytes, place))
+    share = max(explanation.dense_bytes, 1)
+    return "; ".join(
+        f"{who} {size / MIB:.2f} MiB = {100 * size / share:.1f} % ({where[who][1]})"
+        for who, size in total.most_common(4)
+        if size > 0.001 * share
     )
 
 
-def report(rows: list[Row]) -> str:
-    table = [
-        {
-            "model": f"{row.suite}:{row.model}",
-            "transforms": row.transforms,
-            "forward": row.forward_equal,
-            "gradients": row.gradients_equal,
-            "forward 0.9": row.forward_equal_pruned,
-            "finite 0.9": row.finite,
-            "layers": f"{row.rewritten}/{row.layers}",
-            "held/eager": f"{row.held_bytes / max(row.eager_bytes, 1):.2f}",
-            "note": row.note,
+def check(case: Case) -> Result:
+    """Everything about one model. What fails is in the notes, and what comes after it has no number."""
+    result, start = Result(case.suite, case.name), time.perf_counter()
+    stage = "eager"
+    try:
+        with quiet():
+            for stage in _stages(case, result):  # noqa: B007
+                pass
+    except Exception as error:  # whatever a model does, the others are looked at too
+        line = (str(error).splitlines() or [""])[0][:200]
+        result.put("transforms", 0, f"{stage}: {type(error).__name__}: {line}")
+    gc.collect()
+    result.put(LAST, time.perf_counter() - start)
+    return result
+
+
+def _stages(case: Case, result: Result) -> Iterator[str]:
+    """Runs the steps one by one; yields what comes next."""
+    seed()
+    built = case.build()
+    model = built.model.train()
+    buffers = {name: x.detach().clone() for name, x in model.named_buffers()}
+
+    def restore(model: nn.Module) -> None:
+        for name, x in model.named_buffers():
+            x.data.copy_(buffers[name])
+
+    expected: dict[str, Tensor] = {}
+    first = step(built, expected.__setitem__)
+    restore(model)
+    gradients = Gradients(expected)
+    again = step(built, gradients)
+    steady = same([*again.outputs, again.loss], [*first.outputs, first.loss]) and not gradients.unequal
+    result.put("deterministic", steady, "" if steady else "eager itself differs from run to run")
+    result.put("eager", first.retained)
+    restore(model)
+
+    yield "transform"
+    transformed = surgeon_fx.transform(model)
+    built = built._replace(model=transformed)
+    layers, table = layers_of(model), surgeon_fx.ratios(transformed)
+
+    yield "ratio 0"
+    gradients = Gradients(expected)
+    exact = step(built, gradients)
+    result.put("transforms", 1)
+    result.put("forward_equal", same(exact.outputs, first.outputs))
+    wrong = [*gradients.unequal, *gradients.missing()]
+    equal = not wrong and torch.equal(exact.loss, first.loss)
+    result.put("gradients_equal", equal, f"unequal: {some(wrong)}" if wrong else "")
+    result.put("exact", exact.retained)
+    restore(transformed)
+
+    yield f"ratio {RATIO}"
+    table.fill(RATIO)
+    gradients = Gradients(expected)
+    with Watch(transformed) as watch:
+        pruned = step(built, gradients)
+    result.put("pruned_forward_equal", same(pruned.outputs, first.outputs))
+    lost = [*gradients.infinite, *gradients.missing()]
+    result.put("pruned_finite", not lost, f"not finite at {RATIO}: {some(lost)}" if lost else "")
+    result.put("pruned", pruned.retained)
+    result.put("layers", len(layers))
+    missing = [name for name in layers if name not in table]
+    kinds = sorted({type(model.get_submodule(name)).__name__ for name in missing})
+    result.put("layers_in_table", len(layers) - len(missing), f"no ratio: {some(kinds)}" if missing else "")
+    bare = [f"{name} ({type(model.get_submodule(name)).__name__})" for name in layers if name in watch.outside]
+    result.put("layers_run", len(watch.ran))
+    result.put("layers_under_policy", len(watch.ran) - len(bare), f"outside a policy: {some(bare)}" if bare else "")
+    restore(transformed)
+    expected.clear()
+    gc.collect()
+
+    yield "explain"
+    seed()
+    explanation = surgeon_fx.explain(transformed, *fresh_inputs(built), **built.options)
+    result.put("handled", explanation.handled_share, unhandled(explanation))
+
+
+# All models
+
+
+def report(results: list[Result]) -> str:
+    def line(r: Result) -> dict[str, str]:
+        def shown(text: str, *metrics: str, by: float = 1) -> str:
+            there = all(metric in r.values for metric in metrics)
+            return text.format(*(r.values[metric] / by for metric in metrics)) if there else "-"
+
+        def word(metric: str) -> str:
+            return "-" if metric not in r.values else "yes" if r.is_true(metric) else "NO"
+
+        eager = max(r.values.get("eager", 0), 1)
+        return {
+            "model": f"{r.suite}:{r.model}",
+            "forward": word("forward_equal"),
+            "gradients": word("gradients_equal"),
+            f"forward {RATIO}": word("pruned_forward_equal"),
+            "finite": word("pruned_finite"),
+            "in table": shown("{:.0f}/{:.0f}", "layers_in_table", "layers"),
+            "by policy": shown("{:.0f}/{:.0f}", "layers_under_policy", "layers_run"),
+            "eager MiB": shown("{:.1f}", "eager", by=MIB),
+            "exact/eager": shown("{:.3f}", "exact", by=eager),
+            f"{RATIO}/eager": shown("{:.3f}", "pruned", by=eager),
+            "handled": shown("{:.3f}", "handled"),
+            "note": r.note()[:100],
         }
-        for row in rows
-    ]
-    done = [row for row in rows if row.transforms]
-    equal = sum(row.gradients_equal for row in done)
-    lines = [tabulate(table, headers="keys"), f"{len(done)} of {len(rows)} transform; {equal} with equal gradients"]
+
+    table = tabulate([line(r) for r in results], headers="keys", disable_numparse=True)
+    return "\n".join([table, "", *summary(results)])
+
+
+def summary(results: list[Result]) -> list[str]:
+    """How many of how many, and every exception by name."""
+    done = [r for r in results if r.is_true("transforms")]
+    lines = [f"{len(done)} of {len(results)} models transform and run"]
+    lines += [f"  {r.suite}:{r.model}: {r.notes['transforms']}" for r in results if r not in done]
+
+    def count(what: str, held: Callable[[Result], bool], why: Callable[[Result], str]) -> None:
+        failed = [r for r in done if not held(r)]
+        lines.append(f"{len(done) - len(failed)} of {len(done)}: {what}")
+        lines.extend(f"  {r.suite}:{r.model}: {why(r)}".rstrip(": ") for r in failed)
+
+    count("forward equal to the bit at ratio 0", lambda r: r.is_true("forward_equal"), Result.note)
+    count("loss and every gradient equal to the bit at ratio 0", lambda r: r.is_true("gradients_equal"), Result.note)
+    count(f"forward equal at {RATIO}", lambda r: r.is_true("pruned_forward_equal"), Result.note)
+    count(f"backward finite at {RATIO}", lambda r: r.is_true("pruned_finite"), Result.note)
+    count("all layers in the ratio table and under a policy", Result.all_layers, Result.note)
+    count(
+        f"exact tier within {EXACT_LIMIT} of eager's bytes",
+        lambda r: r.over_eager("exact") <= EXACT_LIMIT,
+        lambda r: f"{r.over_eager('exact'):.3f}",
+    )
+    count(
+        f"at least {HANDLED_GOAL:.0%} of the bytes handled",
+        lambda r: r.values.get("handled", 0) >= HANDLED_GOAL,
+        lambda r: f"{r.values.get('handled', 0):.3f}: {r.notes.get('handled', '')}",
+    )
     if done:
-        share = median(row.held_bytes / max(row.eager_bytes, 1) for row in done)
-        lines.append(f"median of bytes held by rewritten operations at 0.9 over eager's: {share:.3f}")
-    return "\n".join(lines)
+        worst = max(done, key=lambda r: r.over_eager("exact"))
+        handled, held = ([r.values.get("handled", 0) for r in done], [r.over_eager("pruned") for r in done])
+        lines.append(f"median share of retained bytes handled: {median(handled):.3f}, smallest {min(handled):.3f}")
+        lines.append(f"bytes at {RATIO} over eager's: median {median(held):.3f}, largest {max(held):.3f}")
+        lines.append(f"exact tier over eager's: largest {worst.over_eager('exact'):.3f} ({worst.suite}:{worst.model})")
+    return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=[*SUITES, "all"], default="all")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} models of each suite, evenly spread")
+    parser.add_argument("--quick", action="store_true", help="a fast subset of each suite")
     parser.add_argument("--only", help="models whose name contains this")
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "coverage.jsonl")
+    parser.add_argument("--json", type=Path, default=RESULTS / "coverage.jsonl")
+    parser.add_argument("--resume", action="store_true", help="go on with the models that --json does not hold yet")
     arguments = parser.parse_args()
-    rows: list[Row] = []
+    suites = list(SUITES) if arguments.suite == "all" else [arguments.suite]
+    cases = quick_models(*suites) if arguments.quick else [case for suite in suites for case in SUITES[suite]()]
+    cases = [case for case in cases if not arguments.only or arguments.only in case.name]
+    rows = finished_rows(arguments.json) if arguments.resume else []
+    done = {(row.case["suite"], row.case["model"]) for row in rows}
+    left = [case for case in cases if (case.suite, case.name) not in done]
+    where = environment(torch.device("cpu"))
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     with arguments.json.open("w") as file, contextlib.suppress(KeyboardInterrupt):  # what is done is reported
-        for suite in SUITES if arguments.suite == "all" else (arguments.suite,):
-            models = [m for m in SUITES[suite]() if not arguments.only or arguments.only in m[0]]
-            if arguments.quick:
-                models = models[:: math.ceil(len(models) / QUICK)]
-            for name, build in (bar := tqdm(models, unit="model", file=sys.stderr)):
-                bar.set_description(f"{suite}:{name}")
-                rows.append(check(suite, name, build))
-                file.write(json.dumps(asdict(rows[-1])) + "\n")
-                file.flush()
-    print(report(rows))
+        file.writelines(row.to_json() + "\n" for row in rows)
+        for case in (bar := tqdm(left, unit="model", file=sys.stderr)):
+            bar.set_description(f"{case.suite}:{case.name}")
+            found = check(case).rows(where)
+            file.writelines(row.to_json() + "\n" for row in found)
+            file.flush()
+            rows += found
+    print(report(results_of(rows)))
     return 0
 
 

@@ -79,6 +79,7 @@ def kernels(width: int, any_width: bool) -> Iterator[tuple[Any, dict[str, object
         yield compress.popcount_kernel, {"SIZE": compress.BLOCK // 8}
         yield bits.pack_bits_kernel, {"SIZE": compress.BLOCK}
         yield bits.unpack_bits_kernel, {"SIZE": compress.BLOCK}
+        yield bits.unpack_value_kernel, {"SIZE": compress.BLOCK}
 
 
 def signature(kernel: Any, width: int, constants: dict[str, object], integers: str) -> dict[str, str]:

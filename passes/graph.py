@@ -8,9 +8,12 @@ default are traced as that default; a call that passes another value runs the Py
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +23,31 @@ from surgeon_fx.ops.layers import FunctionMode, signature_of
 from surgeon_fx.ops.runtime import Rewrite, state
 from surgeon_fx.passes.pipeline import Pass, rewrite
 
+PARTS = ("_parameters", "_buffers", "_modules")
+TORCH = str(Path(torch.__file__).parent)
+
 
 class Untraceable(Exception):
     """Why a container stays Python."""
+
+
+class LayerProxy(fx.Proxy):
+    """Stands for a value. Python that asks what type it has would be told wrong, so it is not traced."""
+
+    @property  # type: ignore[misc]  # what isinstance looks at when the type itself does not match
+    def __class__(self) -> type:
+        if not sys._getframe(1).f_code.co_filename.startswith(TORCH):
+            raise Untraceable("its forward asks for the type of a value")
+        return fx.Proxy
 
 
 class LayerTracer(fx.Tracer):
     """Every child module is a leaf. Nodes remember the source line they stand for."""
 
     record_stack_traces = True
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return LayerProxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -51,7 +70,10 @@ def capture(module: nn.Module) -> fx.Graph:
     generators = random.getstate(), torch.get_rng_state()
     module.__dict__.pop("forward", None)  # trace the class's own
     try:
-        graph = LayerTracer().trace(module, concrete_args=optional or None)
+        with _watched():
+            graph = LayerTracer().trace(module, concrete_args=optional or None)
+    except Untraceable:
+        raise
     except Exception as error:
         raise Untraceable(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
     finally:
@@ -72,7 +94,32 @@ def capture(module: nn.Module) -> fx.Graph:
     return graph
 
 
-PARTS = ("_parameters", "_buffers", "_modules")
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    """While tracing: what takes effect in Python and would be missing from the graph ends the trace."""
+
+    def refuse(what: str) -> Callable[..., Any]:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            raise Untraceable(f"its forward {what}")
+
+        return refused
+
+    modes = "changes the gradient or precision mode"
+    watched: list[tuple[Any, str, Any]] = [
+        (torch.autograd.Function, "apply", classmethod(refuse("calls a custom autograd function"))),
+        (torch._C, "_set_grad_enabled", refuse(modes)),
+        (torch.inference_mode, "__enter__", refuse(modes)),
+        (torch.autocast, "__enter__", refuse(modes)),
+        (torch.autograd.graph.saved_tensors_hooks, "__enter__", refuse("sets hooks on saved tensors")),
+    ]
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in watched]
+    for owner, name, value in watched:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 class GraphForward:

@@ -35,5 +35,5 @@ def checkpoint_blocks(model: nn.Module) -> nn.Module:
         return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     for block in blocks(model).values():
-        block.forward = checkpointed(block.forward)  # type: ignore[method-assign]
+        block.forward = checkpointed(block.forward)
     return model

@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -63,6 +62,8 @@ class Explanation:
         return sum(row.dense_bytes for row in self.rows if row.handled) / max(self.dense_bytes, 1)
 
     def table(self, most: int = 20) -> str:
+        from tabulate import tabulate
+
         largest = sorted(self.rows, key=lambda row: (-row.held_bytes, -row.dense_bytes))[:most]
         lines = [
             tabulate(

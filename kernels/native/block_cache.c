@@ -80,6 +80,7 @@ static int reusing_memalign(void **out, size_t alignment, size_t bytes) {
     int error = posix_memalign(out, alignment, bytes);
     pthread_mutex_lock(&lock); /* what will come back is what malloc says it is */
     used += error ? -(int64_t)bytes : (int64_t)malloc_usable_size(*out) - (int64_t)bytes;
+    if (used > most) most = used;
     pthread_mutex_unlock(&lock);
     return error;
 }

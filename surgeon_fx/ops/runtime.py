@@ -53,7 +53,7 @@ class Rewrite:
             return torch.compiler.disable(self.session)(outermost, forward, args, kwargs)
         if self.active:
             return forward(*args, **kwargs)
-        self.active, self.running = True, None
+        self.active, self.running = True, None if outermost else self.running
         self.weights = {id(p): name for name, m in self.layers.items() for p in m._parameters.values()}
         state.sessions.append(self)
         try:

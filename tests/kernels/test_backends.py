@@ -123,6 +123,7 @@ def test_ops_check_what_they_are_given():
         (ops.pack_bits, (X > 0,)),
         (ops.pack_sign, (X,)),
         (ops.unpack_bits, (pack_bits(X > 0), X.numel())),
+        (ops.unpack_value, (pack_bits(X > 0), X.numel(), torch.ones(1))),
     ],
 )
 def test_opcheck(op, arguments):

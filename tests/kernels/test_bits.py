@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, VALUES, make, strided_tensors
 
-from surgeon_fx.kernels import bit_bytes, pack_bits, pack_sign, unavailable_reason, unpack_bits
+from surgeon_fx.kernels import bit_bytes, pack_bits, pack_sign, unavailable_reason, unpack_bits, unpack_value
 
 BACKENDS = [b for b in ("reference", "torch", "cpu") if not unavailable_reason(b, "cpu")]
 
@@ -46,6 +46,16 @@ def test_sign_is_where_relu_passes_the_gradient(backend, x):
     assert torch.equal(unpack_bits(packed, dense.shape, dense.stride()), ~(dense <= 0))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 8200, 70_001, 3_000_001])
+def test_value_where_a_bit_is_set(backend, dtype, size):
+    mask, value = torch.rand(size) > 0.4, torch.tensor(1 / 3, dtype=dtype)
+    actual = unpack_value(pack_bits(mask), value, size, backend=backend)
+    assert actual.dtype is dtype
+    assert torch.equal(actual, torch.where(mask, value, 0.0))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("values", VALUES)
 def test_sign_agrees_with_autograd(dtype, values):
@@ -67,3 +77,5 @@ def test_bad_input_is_refused():
         unpack_bits(torch.zeros(1, dtype=torch.uint8), 9)
     with pytest.raises(ValueError, match="bits must be a contiguous uint8 vector"):
         unpack_bits(torch.zeros(2), 9)
+    with pytest.raises(ValueError, match="value must be one number on cpu"):
+        unpack_value(torch.zeros(2, dtype=torch.uint8), torch.ones(2), 9)

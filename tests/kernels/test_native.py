@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_cases import DTYPES, LARGE, VALUES, assert_same, make, same_bits
 
-from surgeon_fx.kernels import compress, decompress, native, pack_bits, pack_sign, unpack_bits
+from surgeon_fx.kernels import compress, decompress, native, pack_bits, pack_sign, unpack_bits, unpack_value
 
 if native.unavailable_reason():
     pytest.skip(native.unavailable_reason(), allow_module_level=True)
@@ -40,6 +40,8 @@ def test_same_bits_on_every_instruction_set_and_thread_count(isa, dtype, threads
                 assert same_bits(decompress(actual), decompress(expected, backend="reference"))
                 assert torch.equal(pack_sign(x), pack_sign(x, backend="reference"))
                 assert torch.equal(unpack_bits(pack_bits(x > 0), size), x > 0)
+                restored = unpack_value(pack_bits(x > 0), torch.full((), 0.3, dtype=dtype), size)
+                assert torch.equal(restored, torch.where(x > 0, torch.full((), 0.3, dtype=dtype), 0.0))
 
 
 def test_same_bits_every_time():

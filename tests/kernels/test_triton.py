@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from kernel_cases import DTYPES, LARGE, VALUES, assert_same, make, ratios, same_bits, strided_tensors
 
-from surgeon_fx.kernels import compress, decompress, pack_bits, pack_sign, unavailable_reason, unpack_bits
+from surgeon_fx.kernels import compress, decompress, pack_bits, pack_sign, unavailable_reason, unpack_bits, unpack_value
 
 DEVICE = "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(
@@ -74,6 +74,9 @@ def test_bits_equal_reference(x):
     packed = pack_bits(mask, backend="triton")
     assert torch.equal(packed, pack_bits(mask, backend="reference"))
     assert torch.equal(unpack_bits(packed, mask.shape, mask.stride(), backend="triton"), mask)
+    value = torch.tensor(1 / 3, dtype=x.dtype, device=DEVICE)
+    restored = unpack_value(packed, value, mask.shape, mask.stride(), backend="triton")
+    assert torch.equal(restored, torch.where(mask, value, 0.0))
 
 
 def compile_for(*arguments):
