@@ -404,10 +404,14 @@ def layers_of(model: nn.Module) -> list[str]:
 
 
 class Watch:
-    """Looks on at a forward: which layers ran, and which of those let something large be saved outside a policy."""
+    """Looks on at a forward: which layers ran, and which of those let something large be saved outside a policy.
 
-    def __init__(self, model: nn.Module) -> None:
+    A layer of the original that runs in place of its copy is outside of all of them.
+    """
+
+    def __init__(self, model: nn.Module, original: nn.Module) -> None:
         self.names = {id(module): name for name, module in model.named_modules()}
+        self.originals = {id(module): name for name, module in original.named_modules() if id(module) not in self.names}
         self.own = {storage_of(x) for x in (*model.parameters(), *model.buffers())}
         self.layers = set(layers_of(model))
         self.path: list[str] = []
@@ -428,8 +432,11 @@ class Watch:
             hook.remove()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        self.path.append(self.names.get(id(module), ""))
+        original = self.originals.get(id(module))
+        self.path.append(self.names.get(id(module), original or ""))
         self.ran |= {self.path[-1]} & self.layers
+        if original is not None:
+            self.outside.update({original} & self.layers)
 
     def _leave(self, *_: Any) -> None:
         self.path.pop()
@@ -513,7 +520,7 @@ def _stages(case: Case, result: Result) -> Iterator[str]:
     yield f"ratio {RATIO}"
     table.fill(RATIO)
     gradients = Gradients(expected)
-    with Watch(transformed) as watch:
+    with Watch(transformed, model) as watch:
         pruned = step(built, gradients)
     result.put("pruned_forward_equal", same(pruned.outputs, first.outputs))
     lost = [*gradients.infinite, *gradients.missing()]

@@ -9,6 +9,7 @@ default are traced as that default; a call that passes another value runs the Py
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import random
 import sys
@@ -126,11 +127,29 @@ class GraphForward:
     """The forward of a rewritten container: its graph, or its Python where the graph does not apply."""
 
     def __init__(
-        self, module: nn.Module, name: str | None, passes: tuple[Pass, ...], shared: Rewrite, outermost: bool
+        self,
+        module: nn.Module,
+        name: str | None,
+        passes: tuple[Pass, ...],
+        shared: Rewrite,
+        outermost: bool,
+        own: Callable[..., Any] | None = None,
     ) -> None:
         self.module, self.name, self.passes, self.shared, self.outermost = module, name, passes, shared, outermost
+        self.own = own  # a forward set on the instance, which FX would not look at
         self.graphs: dict[bool, fx.GraphModule | None] = {}
         self.reasons: dict[bool, str] = {}
+
+    @property
+    def native(self) -> Callable[..., Any]:
+        return self.own or type(self.module).forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphForward:
+        new = memo[id(self)] = type(self).__new__(type(self))
+        shared = {"graphs": dict(self.graphs), "reasons": dict(self.reasons)}  # code, which runs on any module
+        for key, value in self.__dict__.items():
+            new.__dict__[key] = shared[key] if key in shared else copy.deepcopy(value, memo)
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "graphs": {}, "reasons": {}}  # traced again where it is unpacked
@@ -141,6 +160,8 @@ class GraphForward:
             mode = self.module.training
             self.module.training = training
             try:
+                if self.own is not None:
+                    raise Untraceable("its forward is set on the instance")
                 found = fx.GraphModule(self.module, capture(self.module))
                 self.graphs[training] = rewrite(found, self.passes)
             except Untraceable as reason:
@@ -151,13 +172,13 @@ class GraphForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or state.policies:
-            return type(self.module).forward(self.module, *args, **kwargs)
+            return self.native(self.module, *args, **kwargs)
         return self.shared.session(self.outermost, self._run, args, kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.name is not None:
             self.shared.running = self.name
-        native = type(self.module).forward
+        native = self.native
         graph = self.graph(self.module.training)
         required = None if graph is None else self._required(native, args, kwargs)
         if graph is None or required is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,19 +70,44 @@ def transform(
             new.__dict__["_modules"] = {k: None if m is None else copy(m) for k, m in module._modules.items()}
         return copies[id(module)]
 
+    def follow(value: Any) -> Any:
+        """What an attribute refers to, among the copies: modules kept in plain lists, bound methods."""
+        if isinstance(value, nn.Module):
+            return copies.get(id(value), value)
+        if isinstance(value, MethodType) and id(value.__self__) in copies:
+            return MethodType(value.__func__, copies[id(value.__self__)])
+        if type(value) in (list, tuple):
+            return type(value)(follow(item) for item in value)
+        if type(value) is dict:
+            return {key: follow(item) for key, item in value.items()}
+        return value
+
     result, passes = copy(model), passes_for(config)
+    for new in copies.values():
+        for key, value in new.__dict__.items():
+            if not key.startswith("_") and not key.endswith("_hooks") and _refers(value):
+                new.__dict__[key] = follow(value)
     shared.layers = {name: copies[id(allowed[name])] for name in shared.table}
     for module in model.modules():
         name, new, root = names[id(module)], copies[id(module)], module is model
         layer = name if name in shared.table else None
-        if "forward" in module.__dict__ or new is module:
+        own = new.__dict__.get("forward")
+        if new is module or (own is not None and not isinstance(own, MethodType)):
             continue  # somebody else's
-        if name in chosen:
+        if own is not None:
+            new.__dict__["forward"] = GraphForward(new, layer, passes, shared, root, own.__func__)
+        elif name in chosen:
             new.__dict__["forward"] = LayerForward(new, chosen[name], layer, shared, root)
         elif root or type(module).forward not in {plain.forward for plain in PLAIN}:
             new.__dict__["forward"] = GraphForward(new, layer, passes, shared, root)
     result.__dict__[MARK] = shared
     return result
+
+
+def _refers(value: Any) -> bool:
+    """Whether a value may refer to a module of the model."""
+    items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return isinstance(value, (nn.Module, MethodType)) or any(_refers(item) for item in items)
 
 
 def ratios(model: nn.Module) -> RatioTable:

@@ -14,6 +14,7 @@ import torch
 from tabulate import tabulate
 
 import surgeon_fx
+from surgeon_fx import allocator
 from surgeon_fx.kernels import BACKENDS, active_backend, native, unavailable_reason
 
 
@@ -39,6 +40,7 @@ def _environment() -> list[tuple[str, str]]:
         ("torch", torch.__version__),
         *((name, _version(name)) for name in ("torchvision", "timm", "triton")),
         ("threads", str(torch.get_num_threads())),
+        ("malloc", allocator.describe()),
     ]
     if native.unavailable_reason():
         return [*rows, ("C kernels", f"not in use: {native.unavailable_reason()}")]

@@ -146,6 +146,46 @@ def other_ranks():
     )
 
 
+class Functions(nn.Module):
+    """What needs care: ends that count, exponents, divisors, in and out of range."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(32, 32)
+        self.scale = nn.Parameter(torch.rand(32))
+
+    def forward(self, x):
+        h = self.a(x)
+        ends = torch.cat([h, torch.zeros_like(h), torch.ones_like(h)]) * h.new_ones(1)
+        poisoned = torch.where(ends > 0.8, torch.nan, ends)
+        bounded = (
+            poisoned.clamp(0, 1),
+            poisoned.clamp(-1, 0),
+            poisoned.clamp_min(0),
+            F.hardtanh(poisoned),
+            F.relu(poisoned),
+        )
+        h = ends.clamp(0, 1) + ends.clamp(min=-0.3) + torch.clamp(ends, max=0.2) + ends.clamp_max(1.0).clamp_min(0.0)
+        h = h + ends.clamp(0.1, 0.4) + F.hardtanh(h, -0.5, 0.4) + F.relu6(h) + F.normalize(h, dim=-1)
+        h = h + h**2 + h.square() + (h.abs() + 1) ** 0.5 + h / (h.norm(dim=-1, keepdim=True) + 1) + 3 / (h.exp() + 1)
+        h = torch.addcmul(h, self.scale, h.sigmoid()) + h * self.scale + (h @ self.a.weight) * h.mean(-1, keepdim=True)
+        return F.adaptive_avg_pool1d(h, 5).mean() + sum(one.nan_to_num() for one in bounded)
+
+
+class Hidden(nn.Module):
+    """Modules in plain lists, and methods kept as attributes, are those of the copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Dropout(0.5)
+        self.steps, self.forward = [self.a, self.b], self.forward_all
+
+    def forward_all(self, x):
+        for one in self.steps:
+            x = one(x)
+        return F.gelu(x)
+
+
 IMAGE = (4, 8, 16, 16)
 PARTS = {
     "parametrised": (Parametrised, (4, 4, 8, 8)),
@@ -153,6 +193,8 @@ PARTS = {
     "no_grad": (Detached, (30, 16)),
     "custom gradient": (CustomGradient, (30, 16)),
     "type asked": (TypeAsked, (30, 16)),
+    "functions": (Functions, (40, 32)),
+    "hidden": (Hidden, (30, 16)),
     "multihead": (Multihead, (4, 10, 32)),
     "timm": (timm_layers, IMAGE),
     "torchvision": (torchvision_layers, IMAGE),
@@ -212,3 +254,15 @@ def test_multihead_attention_prunes_what_goes_into_its_projections():
     exact = retained_bytes(transformed(x), transformed)
     surgeon_fx.ratios(transformed).fill(0.9)
     assert exact - retained_bytes(transformed(x), transformed) > 1.5 * x.nbytes  # the input, and the last projection's
+
+
+def test_modules_in_plain_lists_follow_the_copy():
+    model = Hidden()
+    transformed = surgeon_fx.transform(model)
+    assert transformed.steps[0] is transformed.a
+    x = torch.randn(100, 16)
+    surgeon_fx.ratios(transformed).fill(0.9)
+    out = transformed(x)
+    assert retained_bytes(out, transformed) < 0.6 * x.nbytes
+    transformed.eval()
+    assert torch.equal(transformed(x), transformed(x))

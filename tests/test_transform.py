@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from model_cases import assert_equal, step
 from torch import nn
 
 import surgeon_fx
-from surgeon_fx.kernels import compress, decompress, kept_count
+from surgeon_fx.kernels import kept_count
 from surgeon_fx.retained import retained_bytes
 
 
@@ -48,8 +49,11 @@ def pruned_by_hand(x, ratio):
     [
         (nn.Conv1d(4, 6, 3), (8, 4, 64)),
         (nn.Conv2d(4, 6, 3, stride=2, dilation=2, groups=2, padding=1), (8, 4, 20, 20)),
+        (nn.Conv2d(4, 6, 3, padding="same"), (8, 4, 20, 20)),
         (nn.Conv3d(4, 6, 3), (2, 4, 9, 9, 9)),
-        (nn.ConvTranspose2d(4, 6, 3, stride=2), (4, 4, 17, 17)),
+        (nn.ConvTranspose1d(4, 6, 3, stride=2), (4, 4, 70)),
+        (nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (4, 4, 17, 17)),
+        (nn.ConvTranspose3d(4, 6, 2, groups=2), (2, 4, 9, 9, 9)),
         (nn.Linear(32, 8), (5, 16, 32)),
     ],
 )
@@ -69,33 +73,120 @@ def test_weight_gradients_are_those_of_the_pruned_input(layer, shape):
         assert torch.equal(actual[exact], eager[exact])
 
 
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_padding_modes_prune_what_the_convolution_sees(mode):
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(4, 6, 3, padding=1, padding_mode=mode), torch.randn(4, 4, 20, 20)
+    transformed = surgeon_fx.transform(nn.Sequential(layer))
+    surgeon_fx.ratios(transformed)["0"] = 0.9
+    actual = step(transformed, x)
+    padded = pruned_by_hand(F.pad(x, (1, 1, 1, 1), mode), 0.9)
+    g = 2 * actual["output"] / actual["output"].numel()
+    (expected,) = torch.autograd.grad(F.conv2d(padded, layer.weight), layer.weight, g)
+    torch.testing.assert_close(actual["0.weight"], expected)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
     ("layer", "shape", "dims"),
     [
+        (nn.BatchNorm1d(6), (8, 6, 60), (0, 2)),
         (nn.BatchNorm2d(6), (8, 6, 12, 12), (0, 2, 3)),
+        (nn.BatchNorm3d(6), (4, 6, 6, 6, 6), (0, 2, 3, 4)),
+        (nn.BatchNorm2d(6, affine=False), (8, 6, 12, 12), (0, 2, 3)),
+        (nn.SyncBatchNorm(6), (8, 6, 12, 12), (0, 2, 3)),
         (nn.LayerNorm(48), (16, 10, 48), (2,)),
+        (nn.LayerNorm(48, elementwise_affine=False), (16, 10, 48), (2,)),
+        (nn.LayerNorm((10, 48), bias=False), (16, 10, 48), (1, 2)),
         (nn.InstanceNorm2d(6, affine=True), (8, 6, 12, 12), (2, 3)),
+        (nn.InstanceNorm2d(6), (1, 6, 24, 24), (2, 3)),
+        (nn.GroupNorm(3, 6), (8, 6, 12, 12), (2, 3, 4)),
     ],
 )
-def test_norm_gradients_are_those_of_the_pruned_normalised_input(layer, shape, dims):
+def test_norm_gradients_are_those_of_the_pruned_normalised_input(layer, shape, dims, frozen):
     torch.manual_seed(0)
-    nn.init.uniform_(layer.weight)
-    x, model = torch.randn(shape) * 3 + 2, nn.Sequential(layer)
-    transformed = surgeon_fx.transform(model)
+    layer = copy.deepcopy(layer).requires_grad_(not frozen)
+    if layer.weight is not None:
+        nn.init.uniform_(layer.weight)
+    x = torch.randn(shape) * 3 + 2
+    transformed = surgeon_fx.transform(nn.Sequential(layer))
     surgeon_fx.ratios(transformed)["0"] = 0.8
     actual = step(transformed, x)
 
-    std, mean = torch.var_mean(x, dims, unbiased=False, keepdim=True)
-    std = (std + layer.eps).sqrt()
-    hat = decompress(compress((x - mean) / std, 0.8))
+    def grouped(t):
+        return t.view(shape[0], layer.num_groups, -1, *shape[2:]) if isinstance(layer, nn.GroupNorm) else t
+
+    variance, mean = torch.var_mean(grouped(x), dims, correction=0, keepdim=True)
+    std = (variance + layer.eps).sqrt()
+    hat = pruned_by_hand((grouped(x) - mean) / std, 0.8)
     g = 2 * actual["output"] / actual["output"].numel()
-    per_channel = (1, -1, *([1] * (x.dim() - 2))) if layer.weight.numel() == x.shape[1] else (1, 1, -1)
-    others = [d for d in range(x.dim()) if per_channel[d] == 1]
-    torch.testing.assert_close(actual["0.weight"], (g * hat).sum(others))
-    torch.testing.assert_close(actual["0.bias"], g.sum(others))
-    gw = g * layer.weight.detach().view(per_channel)
+    weight = layer.weight.detach() if layer.weight is not None else torch.ones(())
+    if not isinstance(layer, nn.LayerNorm):
+        weight = weight.view(-1, *[1] * (x.dim() - 2))
+    others = [d for d in range(x.dim()) if weight.expand(shape).stride(d) == 0]
+    if layer.weight is not None and not frozen:
+        torch.testing.assert_close(actual["0.weight"].flatten(), (g * hat.view(shape)).sum(others).flatten())
+    if getattr(layer, "bias", None) is not None and not frozen:
+        torch.testing.assert_close(actual["0.bias"].flatten(), g.sum(others).flatten())
+    gw = grouped(g * weight)
     expected = (gw - gw.mean(dims, keepdim=True) - hat * (gw * hat).mean(dims, keepdim=True)) / std
-    torch.testing.assert_close(actual["input"], expected, atol=1e-7, rtol=1e-3)
+    torch.testing.assert_close(grouped(actual["input"]), expected, atol=1e-7, rtol=1e-3)
+
+
+def test_running_statistics_give_an_exact_input_gradient():
+    torch.manual_seed(0)
+    layer = nn.BatchNorm2d(6).eval()
+    layer.running_mean.normal_()
+    layer.running_var.uniform_(0.5, 2)
+    x = torch.randn(8, 6, 12, 12) * 3 + 2
+    expected = step(nn.Sequential(copy.deepcopy(layer)), x)
+    transformed = surgeon_fx.transform(nn.Sequential(layer))
+    surgeon_fx.ratios(transformed)["0"] = 0.8
+    actual = step(transformed, x)
+    view = (1, -1, 1, 1)
+    std = (layer.running_var + layer.eps).sqrt().view(view)
+    hat = pruned_by_hand((x - layer.running_mean.view(view)) / std, 0.8)
+    g = 2 * actual["output"] / actual["output"].numel()
+    torch.testing.assert_close(actual["0.weight"], (g * hat).sum((0, 2, 3)))
+    torch.testing.assert_close(actual["0.bias"], expected["0.bias"])
+    torch.testing.assert_close(actual["input"], expected["input"])
+
+
+def test_rms_norm():
+    torch.manual_seed(0)
+    layer, x = nn.RMSNorm(64, eps=1e-5), torch.randn(50, 64) * 3
+    transformed = surgeon_fx.transform(nn.Sequential(layer))
+    surgeon_fx.ratios(transformed)["0"] = 0.8
+    actual = step(transformed, x)
+    rstd = (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    g = 2 * actual["output"] / actual["output"].numel()
+    torch.testing.assert_close(actual["0.weight"], (g * pruned_by_hand(x * rstd, 0.8)).sum(0))
+    pruned = pruned_by_hand(x, 0.8)
+    expected = g * rstd - pruned * rstd**3 * (g * pruned).mean(-1, keepdim=True)
+    torch.testing.assert_close(actual["input"], expected)
+
+
+def test_smooth_activations_and_gates_are_exact_where_they_are_kept():
+    torch.manual_seed(0)
+
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return F.gelu(self.a(x)) * x
+
+    x, model = torch.randn(80, 64), Gate()
+    h = model.a(x).detach()
+    transformed = surgeon_fx.transform(model)
+    surgeon_fx.ratios(transformed)["a"] = 0.7
+    actual = step(transformed, x)
+    g = 2 * actual["output"] / actual["output"].numel()
+    kept = pruned_by_hand(h, 0.7).requires_grad_()
+    (dh,) = torch.autograd.grad(F.gelu(kept), kept, g * pruned_by_hand(x, 0.7))
+    torch.testing.assert_close(actual["a.bias"], dh.sum(0))
+    torch.testing.assert_close(actual["a.weight"], dh.T @ pruned_by_hand(x, 0.7))
 
 
 def test_memory_goes_away():

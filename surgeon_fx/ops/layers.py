@@ -6,6 +6,7 @@ A row says what an operation keeps for backward. To add an operation, add a row;
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -25,14 +26,9 @@ from surgeon_fx.ops.saved import Window
 SMOOTH = (nn.GELU, nn.SiLU, nn.Hardswish, nn.Mish, nn.Sigmoid, nn.Tanh, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.PReLU)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-OTHER_POOLS = (
-    nn.AdaptiveMaxPool1d,
-    nn.AdaptiveMaxPool2d,
-    nn.AdaptiveMaxPool3d,
-    nn.AvgPool1d,
-    nn.AvgPool2d,
-    nn.AvgPool3d,
-)
+AVERAGES = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+ADAPTIVE = (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
+OTHER_POOLS = (*AVERAGES, *ADAPTIVE, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
 
 MODULES: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((_ConvNd, nn.Linear, nn.RMSNorm), "prune"),
@@ -64,7 +60,16 @@ MATRIX_PRODUCTS: tuple[Callable[..., Any], ...] = (
     *(operator.matmul, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum),
     *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm),
 )
-PRODUCTS: tuple[Callable[..., Any], ...] = (operator.mul, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+PRODUCTS: tuple[Callable[..., Any], ...] = (
+    *(operator.mul, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.addcmul, Tensor.addcmul),
+)
+POWERS: tuple[Callable[..., Any], ...] = (operator.pow, torch.pow, Tensor.pow, Tensor.__pow__)
+CLAMPS = (torch.clamp, Tensor.clamp, torch.clamp_min, Tensor.clamp_min, torch.clamp_max, Tensor.clamp_max)
+# Of what these keep, only what comes in first may be pruned: the rest is divided by.
+QUOTIENTS: tuple[Callable[..., Any], ...] = (
+    *(operator.truediv, torch.div, Tensor.div, Tensor.__truediv__, F.normalize),
+    *(torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm),
+)
 SDPA = F.scaled_dot_product_attention
 FUNCTIONS: dict[Callable[..., Any], str] = {
     **LAYER_FUNCTIONS,
@@ -79,20 +84,30 @@ FUNCTIONS: dict[Callable[..., Any], str] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), "dropout"),
     **dict.fromkeys((*MAX_POOL_FUNCTIONS, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), "pool"),
     **dict.fromkeys((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), "pool"),
+    **dict.fromkeys((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), "pool"),
+    **dict.fromkeys(CLAMPS, "clamp"),
+    **dict.fromkeys(POWERS, "power"),
+    **dict.fromkeys(QUOTIENTS, "inputs"),
     **dict.fromkeys(PRODUCTS, "product"),
     **dict.fromkeys(MATRIX_PRODUCTS, "matrix"),
     SDPA: "exact",
 }
 METHODS: dict[str, Callable[..., Any]] = {
     name: getattr(Tensor, name)
-    for name in ("relu", "relu_", "sigmoid", "tanh", "square", "exp", "mul", "matmul", "mm", "bmm")
+    for name in (
+        *("relu", "relu_", "sigmoid", "tanh", "square", "exp", "mul", "matmul", "mm", "bmm", "addcmul"),
+        *("pow", "clamp", "clamp_min", "clamp_max", "div", "norm"),
+    )
 }
 BROADCAST = 8  # an operand of a product so many times smaller than the other is kept exactly: it gates all of it
 
 
 def has_ratio(module: nn.Module) -> bool:
-    """Whether a module is a layer with a row in the ratio table: torch's, or Hugging Face's transposed linear."""
-    return isinstance(module, LAYERS) or (type(module).__name__ == "Conv1D" and "weight" in module._parameters)
+    """Whether a module has a row in the ratio table: a layer of torch, or of another library, told by its name."""
+    if isinstance(module, LAYERS):
+        return True
+    name = type(module).__name__
+    return (name == "Conv1D" or "Norm" in name) and module._parameters.get("weight") is not None
 
 
 def module_kind(module: nn.Module) -> str | None:
@@ -149,7 +164,12 @@ def _function_policy(
         if kind == "matrix" and not any(is_parameter(x) for x in tensors):
             return POLICIES["unknown"](ratio)
         return POLICIES["prune"](ratio, [x for x in tensors if all(x is not w for w in weights)], weights)
-    policy = POLICIES[kind](ratio, tensors)
+    if kind == "power":
+        exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
+        return POLICIES["prune" if isinstance(exponent, int) and exponent >= 2 else "unknown"](ratio, tensors)
+    if kind == "clamp":
+        return _clamp_policy(function, ratio, args, kwargs)
+    policy = POLICIES[kind](ratio, tensors[:1] if kind == "inputs" else tensors)
     if isinstance(policy, Pool) and tensors and tensors[0].dim() > 2:
         if function in MAX_POOL_FUNCTIONS:
             called = _bound(F.max_pool2d_with_indices, args, kwargs)
@@ -158,6 +178,32 @@ def _function_policy(
         elif "adaptive_max" in function.__name__:
             policy.plane = tensors[0].shape[-int(function.__name__[-2]) :]
     return policy
+
+
+def _clamp_policy(function: Callable[..., Any], ratio: float, args: Any, kwargs: Any) -> Policy:
+    """One bit per element, where both ends are numbers."""
+    ends = dict(zip(("input", "max" if "max" in function.__name__ else "min", "max"), args, strict=False)) | kwargs
+    low, high = ends.get("min"), ends.get("max")
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        return POLICIES["unknown"](ratio)
+    passes = CLAMP_PASSES[low is not None, high is not None]
+    return between(-math.inf if low is None else low, math.inf if high is None else high, passes)(ratio)
+
+
+def _clamp_passes(low: float | None, high: float | None) -> tuple[bool, bool, bool]:
+    """Whether clamp passes the gradient at its lower end, its upper end and NaN: asked of torch, version by version."""
+    with torch.enable_grad(), torch.inference_mode(False):
+        asked = torch.tensor([low or 0.0, high or 0.0, math.nan], dtype=torch.float64, requires_grad=True)
+        (passed,) = torch.autograd.grad(torch.clamp(asked, low, high).sum(), asked)
+    return low is not None and bool(passed[0]), high is not None and bool(passed[1]), bool(passed[2])
+
+
+CLAMP_PASSES = {
+    (low is not None, high is not None): _clamp_passes(low, high)
+    for low in (None, 1.0)
+    for high in (None, 2.0)
+    if low or high
+}
 
 
 def _bound(like: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ in its place. `finish` runs when the forward is done, for what can only be decid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
@@ -112,15 +113,21 @@ class Positive(Policy):
         return SavedBits(x, pack_bits(x > 0), _one(x))
 
 
-def between(low: float, high: float) -> type[Policy]:
-    """Hardtanh and its kin: whether x lies strictly inside."""
+def between(low: float, high: float, at: tuple[bool, bool, bool] = (False, False, True)) -> type[Policy]:
+    """Hardtanh, clamp and their kin: whether the gradient passes. `at` says whether it does at low, high and NaN."""
+    at_low, at_high, at_nan = at
 
     class Between(Policy):
         def pack(self, x: Tensor) -> Saved:
-            outside = (x <= low) | (x >= high)
-            if low < 0 < high:  # what is restored as zero must be on the right side
-                return SavedBits(x, pack_bits(outside), _one(x) * high)
-            return SavedBits(x, pack_bits(~outside), _one(x) * (low + high) / 2)
+            if x.dtype not in FLOAT_BITS:
+                return super().pack(x)
+            stops = (x < low if at_low else x <= low) | (x > high if at_high else x >= high)
+            passes = ~stops if at_nan else ~(stops | x.isnan())
+            # Zero is one of the two values restored, so the bits mark the side it is not on.
+            if low < 0 < high or (low == 0 and at_low) or (high == 0 and at_high):
+                return SavedBits(x, pack_bits(~passes), _one(x) * (-math.inf if math.isinf(high) else math.inf))
+            inside = math.inf if math.isinf(high) else -math.inf if math.isinf(low) else (low + high) / 2
+            return SavedBits(x, pack_bits(passes), _one(x) * inside)
 
     return Between
 
@@ -309,6 +316,7 @@ POLICIES: dict[str, type[Policy]] = {
     "unknown": Unknown,
     "prune": Prune,
     "attention": PruneInputs,
+    "inputs": PruneInputs,
     "norm": Normalise,
     "sign": Sign,
     "positive": Positive,
