@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -19,13 +20,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from surgeon_fx.ops.layers import FunctionMode, signature_of
 from surgeon_fx.ops.runtime import Rewrite, state
 from surgeon_fx.passes.pipeline import Pass, rewrite
 
 PARTS = ("_parameters", "_buffers", "_modules")
-TORCH = str(Path(torch.__file__).parent)
+TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 class Untraceable(Exception):
@@ -162,8 +164,9 @@ class GraphForward:
             try:
                 if self.own is not None:
                     raise Untraceable("its forward is set on the instance")
-                found = fx.GraphModule(self.module, capture(self.module))
-                self.graphs[training] = rewrite(found, self.passes)
+                with _disable_current_modes():  # a trace is no part of what they watch
+                    found = fx.GraphModule(self.module, capture(self.module))
+                    self.graphs[training] = rewrite(found, self.passes)
             except Untraceable as reason:
                 self.graphs[training], self.reasons[training] = None, str(reason)
             finally:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -15,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from surgeon_fx import allocator
+from surgeon_fx import allocator, kernels, passes
 from surgeon_fx.api import MARK
 from surgeon_fx.ops.policies import SMALL_BYTES, Policy, Unknown, storage_of
 from surgeon_fx.ops.runtime import hooks, state
@@ -23,8 +26,9 @@ from surgeon_fx.ops.saved import Saved
 from surgeon_fx.retained import nodes, saved_by, storages
 
 MIB = 1 << 20
-OURS, TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
-PACKAGE_PARTS = tuple(str(Path(__file__).parents[1] / part) for part in ("kernels", "passes"))
+NOT_USERS = tuple(
+    f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, allocator, kernels, passes)
+)  # where the source line of a save is not looked for
 ATTENTION = ("Softmax", "Bmm", "MatMul")  # as they appear in the names of autograd nodes
 
 
@@ -108,6 +112,9 @@ class _Save:
     layer: str
     source: str
     handled: bool
+    owner: str | None
+    numel: int
+    itemsize: int
     saved: Saved
     alive: StorageWeakRef  # so that no later storage takes the same identity
 
@@ -117,7 +124,14 @@ def explain(model: nn.Module, *inputs: Any, **named_inputs: Any) -> Explanation:
 
     The forward is a real one: batch-norm statistics move and random numbers are drawn as in any training step.
     """
-    transformed = MARK in model.__dict__
+    with observed(model) as saves:
+        outputs = model(*inputs, **named_inputs)
+    return explain_outputs(model, outputs, saves, MARK in model.__dict__)
+
+
+@contextmanager
+def observed(model: nn.Module) -> Iterator[list[_Save]]:
+    """Notes every tensor that autograd saves meanwhile, with the layer and the line of source it happened in."""
     names = {id(module): name for name, module in model.named_modules()}
     saves: list[_Save] = []
     path: list[str] = []
@@ -139,6 +153,9 @@ def explain(model: nn.Module, *inputs: Any, **named_inputs: Any) -> Explanation:
                 path[-1] if path else "",
                 _source(sys._getframe(1)),
                 policy.handles,
+                policy.owner,
+                x.numel(),
+                x.element_size(),
                 saved,
                 StorageWeakRef(storage),
             )
@@ -148,15 +165,15 @@ def explain(model: nn.Module, *inputs: Any, **named_inputs: Any) -> Explanation:
     before, state.observer = state.observer, observe
     try:
         with saved_tensors_hooks(*hooks(Unknown(0.0))):
-            outputs = model(*inputs, **named_inputs)
+            yield saves
     finally:
         state.observer = before
         for handle in handles:
             handle.remove()
-    return _explanation(model, outputs, saves, transformed)
 
 
-def _explanation(model: nn.Module, outputs: Any, saves: list[_Save], transformed: bool) -> Explanation:
+def explain_outputs(model: nn.Module, outputs: Any, saves: list[_Save], transformed: bool) -> Explanation:
+    """What the graph behind outputs holds, given what was noted when it was made."""
     own = storages((*model.parameters(), *model.buffers()))
     operations: dict[int, str] = {}
     loose: list[tuple[str, Tensor]] = []
@@ -231,7 +248,7 @@ def _source(frame: FrameType | None) -> str:
         if file.startswith("<eval_with_key>"):
             if line := _traced_line(frame):
                 return line
-        elif not file.startswith((TORCH, OURS, *PACKAGE_PARTS)):
+        elif not file.startswith(NOT_USERS):
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -248,5 +265,5 @@ def _traced_line(frame: FrameType) -> str:
     found = list(graph.graph.nodes)
     trace = (found[index].stack_trace or "") if index is not None and index < len(found) else ""
     lines = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    outside = [(file, line) for file, line in lines if not file.startswith((TORCH, OURS, *PACKAGE_PARTS))]
+    outside = [(file, line) for file, line in lines if not file.startswith(NOT_USERS)]
     return f"{Path(outside[-1][0]).name}:{outside[-1][1]}" if outside else ""

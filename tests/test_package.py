@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 def test_public_names():
     assert surgeon_fx.__all__ == [
         *("Config", "NoEffectWarning", "RatioTable"),
-        *("explain", "kernels", "ratios", "transform", "zoo"),
+        *("explain", "fit", "kernels", "plan", "ratios", "transform", "zoo"),
     ]
     assert set(surgeon_fx.kernels.__all__) >= {
         "compress",

@@ -142,7 +142,9 @@ def run_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
         return function(*args, **kwargs)
     tensors = tensors_in((*args, *kwargs.values()))
     ratio = state.sessions[-1].ratio(tensors) if state.sessions else 0.0
-    return run(_function_policy(function, ratio, tensors, args, kwargs), function, *args, **kwargs)
+    policy = _function_policy(function, ratio, tensors, args, kwargs)
+    policy.owner = state.sessions[-1].running if state.sessions else None
+    return run(policy, function, *args, **kwargs)
 
 
 def _function_policy(
@@ -200,9 +202,7 @@ def _clamp_passes(low: float | None, high: float | None) -> tuple[bool, bool, bo
 
 CLAMP_PASSES = {
     (low is not None, high is not None): _clamp_passes(low, high)
-    for low in (None, 1.0)
-    for high in (None, 2.0)
-    if low or high
+    for low, high in ((1.0, 2.0), (1.0, None), (None, 2.0))
 }
 
 
@@ -254,7 +254,9 @@ class LayerForward:
         return self.rewrite.session(self.outermost, self._run, args, kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return run(self._policy(args, kwargs), type(self.layer).forward, self.layer, *args, **kwargs)
+        policy = self._policy(args, kwargs)
+        policy.owner = self.rewrite.running
+        return run(policy, type(self.layer).forward, self.layer, *args, **kwargs)
 
     def _policy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy:
         layer, rewrite = self.layer, self.rewrite

@@ -22,6 +22,7 @@ from surgeon_fx.ops.saved import (
     SavedIndices,
     SavedShape,
     Window,
+    memory_key,
     refuse_double_backward,
 )
 
@@ -40,6 +41,7 @@ class Policy:
     """Keeps every tensor exactly, shared by storage."""
 
     handles = True  # knows the operation: what it keeps is what the operation needs
+    owner: str | None = None  # the layer whose ratio it follows
 
     def __init__(self, ratio: float, inputs: Iterable[Tensor] = (), weights: Iterable[Tensor] = ()) -> None:
         self.ratio = ratio
@@ -163,9 +165,10 @@ class _NormalisedInput(Saved):
     Backward is given x-hat over `rstd` and a mean of zero; or, where the saved weight takes rstd over, x-hat itself.
     """
 
-    __slots__ = ("compressed", "rstd", "saved", "x")
+    __slots__ = ("compressed", "key", "rstd", "saved", "x")
 
     def __init__(self, x: Tensor) -> None:
+        self.key = memory_key(x)
         self.x: Tensor | None = x.detach()
         self.saved: Saved | None = None
         self.rstd: Tensor | None = None

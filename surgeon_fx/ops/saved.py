@@ -85,10 +85,13 @@ class Activation:
 _activations: weakref.WeakValueDictionary[Key, Activation] = weakref.WeakValueDictionary()
 
 
-def _activation(x: Tensor) -> Activation:
-    """The record of this memory. Views that cover the same dense block share one."""
+def memory_key(x: Tensor) -> Key:
+    """Equal for tensors that share one record: views that cover the same dense block, unchanged in between."""
     layout = () if is_dense(x) else (*x.shape, *x.stride())
-    key = (x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype, x._version, *layout)
+    return (x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype, x._version, *layout)
+
+
+def _activation(x: Tensor, key: Key) -> Activation:
     found = _activations.get(key)
     if found is None:
         found = _activations[key] = Activation(x)
@@ -98,15 +101,16 @@ def _activation(x: Tensor) -> Activation:
 class SavedActivation(Saved):
     """One operation's view of an activation."""
 
-    __slots__ = ("activation", "shape", "stride")
+    __slots__ = ("activation", "exact", "key", "shape", "stride")
 
     def __init__(self, x: Tensor, ratio: float) -> None:
+        self.key, self.exact = memory_key(x), not (ratio > 0 and x.dtype in FLOAT_BITS)
         self.shape, self.stride = x.shape, x.stride() if is_dense(x) else None
-        self.activation = _activation(x)
-        if ratio > 0 and x.dtype in FLOAT_BITS:
-            self.activation.keep_pruned(x, ratio)
-        else:
+        self.activation = _activation(x, self.key)
+        if self.exact:
             self.activation.keep_dense(x)
+        else:
+            self.activation.keep_pruned(x, ratio)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

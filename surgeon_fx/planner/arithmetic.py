@@ -1,0 +1,90 @@
+"""What memory comes to, as pure functions on lists of facts."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+from surgeon_fx.kernels.layout import kept_count, mask_bytes
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """One call of a conv, linear or norm layer."""
+
+    layer: str
+    kind: str  # "norm" or "product": the paper counts them apart
+    numel: int
+    itemsize: int
+    output_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One tensor saved by one operation, and how it is kept at any ratio.
+
+    `kind`: "exact", "prune" and "norm" share `key` with whoever saves the same memory; dense, it is `storage` that is
+    held. "norm" keeps its own pruned copy instead. "fixed" keeps `fixed_bytes` whatever the ratio.
+    """
+
+    kind: str
+    owner: str | None = None
+    key: Hashable = None
+    storage: Hashable = None
+    storage_bytes: int = 0
+    numel: int = 0
+    itemsize: int = 0
+    fixed_bytes: int = 0
+
+
+def compressed_bytes(numel: int, itemsize: int, ratio: float) -> int:
+    """Values and mask of a pruned tensor."""
+    kept = kept_count(numel, ratio)
+    return kept * itemsize + mask_bytes(numel, kept)
+
+
+def held_bytes(savings: Iterable[Saving], ratios: Mapping[str, float]) -> int:
+    """Bytes that backward holds: every tensor once, dense where anyone needs it so, else at the lowest ratio asked."""
+    total, dense, pruned = 0, {}, {}
+    storages: dict[Hashable, int] = {}
+    for saving in savings:
+        ratio = 0.0 if saving.owner is None else ratios.get(saving.owner, 0.0)
+        if saving.kind == "fixed":
+            total += saving.fixed_bytes
+        elif saving.kind == "exact" or ratio == 0:
+            dense[saving.key] = True
+            storages[saving.storage] = saving.storage_bytes
+        elif saving.kind == "norm":
+            total += compressed_bytes(saving.numel, saving.itemsize, ratio) + saving.fixed_bytes
+        else:
+            before = pruned.get(saving.key, (saving, 1.0))
+            pruned[saving.key] = (saving, min(ratio, before[1]))
+    total += sum(storages.values())
+    for key, (saving, ratio) in pruned.items():
+        if key not in dense:
+            total += compressed_bytes(saving.numel, saving.itemsize, ratio)
+    return total
+
+
+def paper_cache_bytes(
+    layers: Iterable[LayerInput], ratios: Mapping[str, float] | None = None, kind: str | None = None, mask: bool = False
+) -> int:
+    """The paper's count: the inputs of conv, linear and norm layers, each for itself, pruned at the layer's ratio.
+
+    `kind` counts norm layers alone ("norm") or the others; `mask` adds one bit per element where something is pruned.
+    """
+    total = 0
+    for layer in layers:
+        if kind in (None, layer.kind):
+            kept = kept_count(layer.numel, (ratios or {}).get(layer.layer, 0.0))
+            total += kept * layer.itemsize + (mask_bytes(layer.numel, kept) if mask else 0)
+    return total
+
+
+def largest_bytes(layers: Iterable[LayerInput]) -> int:
+    """The largest single input or output of a layer: what a forward without gradients needs, in the paper's count."""
+    return max((max(layer.bytes, layer.output_bytes) for layer in layers), default=0)

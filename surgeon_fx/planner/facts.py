@@ -1,0 +1,244 @@
+"""Facts about one training step, found without running it: the program itself, on tensors that have no memory.
+
+A twin of the model, over fake parameters, goes through forward and backward. Everything the real step would do is done,
+by the same code, except the arithmetic: hooks decide what is kept, storages are born and die. So what is counted here
+is what is counted there.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from surgeon_fx.api import MARK
+from surgeon_fx.explain import Row, explain_outputs, observed
+from surgeon_fx.ops.layers import has_ratio
+from surgeon_fx.ops.policies import _NormalisedInput, _Replaced
+from surgeon_fx.ops.saved import Saved, SavedActivation
+from surgeon_fx.planner.arithmetic import LayerInput, Saving
+from surgeon_fx.retained import nodes, saved_by, storages
+
+Trains = str | Callable[[str, nn.Parameter], bool] | None
+
+
+@dataclass
+class Facts:
+    """What one step does to memory."""
+
+    rows: list[Row]
+    saved_bytes: int
+    layers: list[LayerInput]
+    savings: list[Saving]
+    timeline: list[tuple[str, int]] = field(default_factory=list)  # live bytes after each operation, and where
+    forward_operations: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((live for _, live in self.timeline), default=0)
+
+
+class Liveness(TorchDispatchMode):
+    """Follows every storage that operations create, from birth to death."""
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        super().__init__()
+        self.where, self.live, self.timeline = where, 0, []  # type: ignore[var-annotated]
+        self.known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+    def ignore(self, tensors: Sequence[Tensor]) -> None:
+        for x in tensors:
+            self.known[x.untyped_storage()] = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                if storage not in self.known:
+                    self.known[storage] = None
+                    size = storage.nbytes()
+                    self.live += size
+                    weakref.finalize(storage, self._died, size)
+        self.timeline.append((self.where(), self.live))
+        return result
+
+    def _died(self, size: int) -> None:
+        self.live -= size
+
+
+def trains(model: nn.Module, which: Trains) -> Callable[[str, nn.Parameter], bool]:
+    """Which parameters a plan takes as trained."""
+    if which is None:
+        return lambda name, parameter: parameter.requires_grad
+    if which == "all":
+        return lambda name, parameter: True
+    if which == "norm":
+        owners = dict(model.named_modules())
+
+        def is_norm(name: str, parameter: nn.Parameter) -> bool:
+            return _is_norm(owners[name.rpartition(".")[0]])
+
+        return is_norm
+    if callable(which):
+        return which
+    raise ValueError(f"train must be 'all', 'norm' or a function of name and parameter, got {which!r}")
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__
+
+
+def twin(model: nn.Module, fake: FakeTensorMode, which: Trains, device: str) -> nn.Module:
+    """The model over fake tensors: same structure, same ratios, no memory."""
+    chosen = trains(model, which)
+    memo: dict[int, Any] = {}
+    with fake:
+        for name, parameter in model.named_parameters():
+            like = torch.empty_like(parameter, device=_device(parameter, device), requires_grad=False)
+            memo[id(parameter)] = nn.Parameter(like, requires_grad=chosen(name, parameter))
+        for buffer in model.buffers():
+            memo[id(buffer)] = torch.empty_like(buffer, device=_device(buffer, device))
+    return copy.deepcopy(model, memo)
+
+
+def _device(x: Tensor, device: str) -> torch.device:
+    return torch.device(device) if x.device.type == "meta" else x.device
+
+
+def step(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    named_inputs: Mapping[str, Any],
+    ratios: Mapping[str, float] | float | None = None,
+    train: Trains = None,
+    backward: bool = True,
+    device: str = "cpu",
+) -> Facts:
+    """The facts of one step. Inputs may be tensors of any device, fake ones, or shapes."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    copied = twin(model, fake, train, device)
+    if ratios is not None:
+        _set_ratios(copied, ratios)
+    with fake:
+        inputs, named_inputs = (_fake_inputs(value, device) for value in (tuple(inputs), dict(named_inputs)))
+        for parameter in copied.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+    with _recorded(copied) as (path, layers), observed(copied) as saves:
+        liveness = Liveness(lambda: path[-1] if path else "")
+        liveness.ignore(
+            [*copied.parameters(), *copied.buffers(), *(p.grad for p in copied.parameters() if p.grad is not None)]
+        )
+        liveness.ignore([x for x in tree_leaves((inputs, named_inputs)) if isinstance(x, Tensor)])
+        with fake, liveness:
+            outputs = copied(*inputs, **named_inputs)
+            forward_operations = len(liveness.timeline)
+            found = explain_outputs(copied, outputs, saves, MARK in copied.__dict__)
+            savings = _savings(copied, outputs, saves)
+            saves.clear()
+            tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+            if backward and tensors:
+                del outputs
+                path.append("backward")
+                torch.autograd.backward(tensors, [torch.empty_like(x) for x in tensors])
+    return Facts(found.rows, found.held_bytes, layers, savings, liveness.timeline, forward_operations)
+
+
+def _savings(model: nn.Module, outputs: Any, saves: Sequence[Any]) -> list[Saving]:
+    """The saves that the graph still holds, each with how it would be kept at another ratio."""
+    own = storages((*model.parameters(), *model.buffers()))
+    held = {id(one) for node in nodes(outputs) for one in saved_by(node)}
+    found: list[Saving] = []
+    seen: set[Any] = set()
+
+    def fixed(tensors: Sequence[Tensor]) -> int:
+        fresh = storages(x for x in tensors if x.untyped_storage()._cdata not in seen)
+        seen.update(fresh)
+        return sum(size for storage, size in fresh.items() if storage not in own)
+
+    def add(saved: Saved, save: Any) -> None:
+        if isinstance(saved, _Replaced):
+            add(saved.saved, save)
+        elif isinstance(saved, SavedActivation):
+            dense = saved.activation.dense
+            storage = save.storage if dense is None else dense.untyped_storage()._cdata
+            size = save.bytes if dense is None else dense.untyped_storage().nbytes()
+            if storage not in own:
+                kind = "exact" if saved.exact else "prune"
+                found.append(Saving(kind, save.owner, saved.key, storage, size, save.numel, save.itemsize))
+        elif isinstance(saved, _NormalisedInput) and saved.saved is not None:
+            add(saved.saved, save)
+        elif isinstance(saved, _NormalisedInput):
+            extra = 0 if saved.rstd is None else fixed([saved.rstd])
+            found.append(
+                Saving("norm", save.owner, saved.key, save.storage, save.bytes, save.numel, save.itemsize, extra)
+            )
+        else:
+            found.append(Saving("fixed", fixed_bytes=fixed(saved.tensors)))
+
+    kept = [save for save in saves if id(save.saved) in held]
+    exact = [s.saved for s in kept if isinstance(s.saved, _Replaced) or getattr(s.saved, "exact", False)]
+    seen.update(storages(exact))  # statistics that a norm shares with them are theirs
+    for save in kept:
+        add(save.saved, save)
+    return found
+
+
+def _set_ratios(model: nn.Module, ratios: Mapping[str, float] | float) -> None:
+    table = model.__dict__[MARK].table if MARK in model.__dict__ else None
+    if table is None:
+        raise ValueError("ratios are of a transformed model: call surgeon_fx.transform(model) first")
+    if isinstance(ratios, (int, float)):
+        table.fill(ratios)
+    else:
+        table.update(ratios)
+
+
+def _fake_inputs(values: Any, device: str) -> Any:
+    def fake(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_device(x, device), requires_grad=False)
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and value and all(type(size) is int for size in value):
+            return torch.empty(tuple(value), device=device)
+        return value
+
+    values = {k: shape(v) for k, v in values.items()} if isinstance(values, dict) else tuple(shape(v) for v in values)
+    return tree_map_only(Tensor, fake, values)
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[tuple[list[str], list[LayerInput]]]:
+    """The module that runs, and every call of a layer."""
+    names = {id(module): name for name, module in model.named_modules()}
+    path: list[str] = []
+    layers: list[LayerInput] = []
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        path.append(names.get(id(module), path[-1] if path else ""))
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        name = path.pop()
+        x = next((x for x in tree_leaves(inputs) if isinstance(x, Tensor)), None)
+        if x is not None and has_ratio(module):
+            kind = "norm" if _is_norm(module) else "product"
+            out = sum(y.nbytes for y in tree_leaves(output) if isinstance(y, Tensor))
+            layers.append(LayerInput(name, kind, x.numel(), x.element_size(), out))
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield path, layers
+    finally:
+        for handle in handles:
+            handle.remove()
