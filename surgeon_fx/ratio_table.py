@@ -22,6 +22,9 @@ class RatioTable(Mapping[str, float]):
         except KeyError:
             raise KeyError(self._unknown(name)) from None
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._ratios
+
     def __setitem__(self, name: str, ratio: float) -> None:
         self.update({name: ratio})
 

@@ -22,6 +22,7 @@ from surgeon_fx.ops.saved import (
     SavedIndices,
     SavedShape,
     Window,
+    detached,
     memory_key,
     refuse_double_backward,
 )
@@ -169,7 +170,7 @@ class _NormalisedInput(Saved):
 
     def __init__(self, x: Tensor) -> None:
         self.key = memory_key(x)
-        self.x: Tensor | None = x.detach()
+        self.x: Tensor | None = detached(x)
         self.saved: Saved | None = None
         self.rstd: Tensor | None = None
 
@@ -247,7 +248,7 @@ class Normalise(Policy):
                 return self.pending[-1]
         if self.ratio == 0 or x.numel() == 0:
             return super().pack(x)
-        self.others.append((x.detach(), _Replaced(x)))
+        self.others.append((detached(x), _Replaced(x)))
         return self.others[-1][1]
 
     def finish(self) -> None:

@@ -35,6 +35,11 @@ def refuse_double_backward() -> None:
         )
 
 
+def detached(x: Tensor) -> Tensor:
+    """What hooks are given has no graph as a rule; if it has, an output must not hold its own."""
+    return x.detach() if x.requires_grad else x
+
+
 class Saved:
     """Restores one saved tensor; `tensors` are what it holds until then."""
 
@@ -62,7 +67,7 @@ class Activation:
 
     def keep_dense(self, x: Tensor) -> None:
         if self.dense is None:
-            self.dense, self.compressed = x.detach(), None  # detached: an output must not hold its own graph
+            self.dense, self.compressed = detached(x), None
 
     def keep_pruned(self, x: Tensor, ratio: float) -> None:
         if self.dense is None and (self.compressed is None or ratio < self.ratio):

@@ -49,14 +49,16 @@ def compressed_bytes(numel: int, itemsize: int, ratio: float) -> int:
 
 def held_bytes(savings: Iterable[Saving], ratios: Mapping[str, float]) -> int:
     """Bytes that backward holds: every tensor once, dense where anyone needs it so, else at the lowest ratio asked."""
-    total, dense, pruned = 0, {}, {}
+    total = 0
+    dense: set[Hashable] = set()
     storages: dict[Hashable, int] = {}
+    pruned: dict[Hashable, tuple[Saving, float]] = {}
     for saving in savings:
         ratio = 0.0 if saving.owner is None else ratios.get(saving.owner, 0.0)
         if saving.kind == "fixed":
             total += saving.fixed_bytes
         elif saving.kind == "exact" or ratio == 0:
-            dense[saving.key] = True
+            dense.add(saving.key)
             storages[saving.storage] = saving.storage_bytes
         elif saving.kind == "norm":
             total += compressed_bytes(saving.numel, saving.itemsize, ratio) + saving.fixed_bytes

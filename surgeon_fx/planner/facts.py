@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from surgeon_fx.api import MARK
@@ -48,33 +47,44 @@ class Facts:
         return max((live for _, live in self.timeline), default=0)
 
 
-class Liveness(TorchDispatchMode):
-    """Follows every storage that operations create, from birth to death."""
+class Program(FakeTensorMode):
+    """Runs operations on tensors without memory, and follows every storage they create from birth to death."""
 
-    def __init__(self, where: Callable[[], str]) -> None:
-        super().__init__()
-        self.where, self.live, self.timeline = where, 0, []  # type: ignore[var-annotated]
+    def __init__(self, path: Sequence[str]) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.path, self.live, self.inside, self.counting = path, 0, False, False
+        self.timeline: list[tuple[str, int]] = []
         self.known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
-    def ignore(self, tensors: Sequence[Tensor]) -> None:
-        for x in tensors:
-            self.known[x.untyped_storage()] = None
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                if storage not in self.known:
-                    self.known[storage] = None
-                    size = storage.nbytes()
-                    self.live += size
-                    weakref.finalize(storage, self._died, size)
-        self.timeline.append((self.where(), self.live))
+        if func is DEVICE or self.inside:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self.inside = True  # what an operation is made of here says nothing about what it takes there
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.inside = False
+        born = False
+        for x in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if self.counting and isinstance(x, Tensor) and (storage := x.untyped_storage()) not in self.known:
+                self.known[storage] = None
+                size, born = storage.nbytes(), True
+                self.live += size
+                weakref.finalize(storage, self._died, size)
+        if born:
+            self.timeline.append((self.path[-1] if self.path else "", self.live))
         return result
 
     def _died(self, size: int) -> None:
         self.live -= size
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Those were there before."""
+        for x in tensors:
+            self.known[x.untyped_storage()] = None
+
+
+DEVICE = torch.ops.prim.device.default
 
 
 def trains(model: nn.Module, which: Trains) -> Callable[[str, nn.Parameter], bool]:
@@ -126,7 +136,8 @@ def step(
     device: str = "cpu",
 ) -> Facts:
     """The facts of one step. Inputs may be tensors of any device, fake ones, or shapes."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    path: list[str] = []
+    fake = Program(path)
     copied = twin(model, fake, train, device)
     if ratios is not None:
         _set_ratios(copied, ratios)
@@ -135,15 +146,13 @@ def step(
         for parameter in copied.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
-    with _recorded(copied) as (path, layers), observed(copied) as saves:
-        liveness = Liveness(lambda: path[-1] if path else "")
-        liveness.ignore(
-            [*copied.parameters(), *copied.buffers(), *(p.grad for p in copied.parameters() if p.grad is not None)]
-        )
-        liveness.ignore([x for x in tree_leaves((inputs, named_inputs)) if isinstance(x, Tensor)])
-        with fake, liveness:
+    fake.ignore([*copied.parameters(), *copied.buffers(), *(p.grad for p in copied.parameters() if p.grad is not None)])
+    fake.ignore(x for x in tree_leaves((inputs, named_inputs)) if isinstance(x, Tensor))
+    with _recorded(copied, path) as layers, observed(copied) as saves:
+        fake.counting = True
+        with fake:
             outputs = copied(*inputs, **named_inputs)
-            forward_operations = len(liveness.timeline)
+            forward_operations = len(fake.timeline)
             found = explain_outputs(copied, outputs, saves, MARK in copied.__dict__)
             savings = _savings(copied, outputs, saves)
             saves.clear()
@@ -152,7 +161,7 @@ def step(
                 del outputs
                 path.append("backward")
                 torch.autograd.backward(tensors, [torch.empty_like(x) for x in tensors])
-    return Facts(found.rows, found.held_bytes, layers, savings, liveness.timeline, forward_operations)
+    return Facts(found.rows, found.held_bytes, layers, savings, fake.timeline, forward_operations)
 
 
 def _savings(model: nn.Module, outputs: Any, saves: Sequence[Any]) -> list[Saving]:
@@ -219,10 +228,9 @@ def _fake_inputs(values: Any, device: str) -> Any:
 
 
 @contextmanager
-def _recorded(model: nn.Module) -> Iterator[tuple[list[str], list[LayerInput]]]:
-    """The module that runs, and every call of a layer."""
+def _recorded(model: nn.Module, path: list[str]) -> Iterator[list[LayerInput]]:
+    """Keeps the name of the module that runs at the end of `path`, and notes every call of a layer."""
     names = {id(module): name for name, module in model.named_modules()}
-    path: list[str] = []
     layers: list[LayerInput] = []
 
     def enter(module: nn.Module, inputs: Any) -> None:
@@ -238,7 +246,7 @@ def _recorded(model: nn.Module) -> Iterator[tuple[list[str], list[LayerInput]]]:
 
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:
-        yield path, layers
+        yield layers
     finally:
         for handle in handles:
             handle.remove()
