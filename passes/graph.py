@@ -27,6 +27,8 @@ from surgeon_fx.ops.runtime import Rewrite, state
 from surgeon_fx.passes.pipeline import Pass, rewrite
 
 PARTS = ("_parameters", "_buffers", "_modules")
+SOURCE = "surgeon_fx_source"  # in a node's meta: file and line
+HERE = f"{Path(__file__).parent}{os.sep}"
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
@@ -47,7 +49,13 @@ class LayerProxy(fx.Proxy):
 class LayerTracer(fx.Tracer):
     """Every child module is a leaf. Nodes remember the source line they stand for."""
 
-    record_stack_traces = True
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith((TORCH, HERE)):
+            frame = frame.f_back
+        node.meta[SOURCE] = (frame.f_code.co_filename, frame.f_lineno)
+        return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return LayerProxy(node, self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import os
 import platform
@@ -11,15 +12,17 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 
 import torch
-from tabulate import tabulate
+from torch import nn
 
 import surgeon_fx
-from surgeon_fx import allocator
+from surgeon_fx import allocator, zoo
 from surgeon_fx.kernels import BACKENDS, active_backend, native, unavailable_reason
 
 
 def doctor(_: argparse.Namespace) -> int:
     """Says what runs here, and why anything does not."""
+    from tabulate import tabulate
+
     print(tabulate(_environment(), tablefmt="plain"))
     for device in _devices():
         rows = [
@@ -67,7 +70,74 @@ def _devices() -> list[str]:
     return ["cpu", *(name for name, module in present.items() if module.is_available())]
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"doctor": doctor}
+def plan(arguments: argparse.Namespace) -> int:
+    """Predicts the memory of every way to adapt a model, before anything runs."""
+    from surgeon_fx.planner import methods
+
+    return methods.run(arguments)
+
+
+def models(arguments: argparse.Namespace) -> int:
+    """Lists the models that have a name, or searches them: the zoo's own, timm's and torchvision's."""
+    from tabulate import tabulate
+
+    text = arguments.text.lower()
+    entries = [zoo.entry(name) for name in zoo.names()]
+    rows = [
+        [entry.name, "x".join(map(str, entry.input_shape)), _parameters(entry.build), entry.summary]
+        for entry in entries
+        if text in f"{entry.name} {entry.summary}".lower()
+    ]
+    if rows:
+        print(tabulate(rows, ["model", "input", "parameters", ""], colalign=("left", "left", "right", "left")))
+    if not text:
+        print("\nand every name of timm, tv: and hf: names; surgeon-fx models TEXT searches those of timm and tv:")
+        return 0
+    found = [(title, [name for name in names if text in name.lower()]) for title, names in _external_names()]
+    for title, names in found:
+        if names:
+            print(f"\n{title}")
+            print("\n".join(names))
+    if rows or any(names for _, names in found):
+        return 0
+    everyone = [*zoo.names(), *(name for _, names in _external_names() for name in names)]
+    near = difflib.get_close_matches(text, everyone, n=3)
+    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    print(f"no model has {text!r} in its name{hint}", file=sys.stderr)
+    return 1
+
+
+def _parameters(build: Callable[..., nn.Module]) -> str:
+    with torch.device("meta"):
+        return f"{sum(parameter.numel() for parameter in build().parameters()):,}"
+
+
+def _external_names() -> list[tuple[str, list[str]]]:
+    """Names of the packages that are installed."""
+    found = []
+    if importlib.util.find_spec("timm") is not None:
+        import timm
+
+        found.append(("timm", list(timm.list_models())))
+    if importlib.util.find_spec("torchvision") is not None:
+        from torchvision import models
+
+        found.append(("torchvision", [f"tv:{name}" for name in models.list_models()]))
+    return found
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    from surgeon_fx.planner import methods
+
+    methods.add_arguments(parser)
+
+
+def _models_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("text", nargs="?", default="", help="part of a name")
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"doctor": doctor, "plan": plan, "models": models}
+ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {"plan": _plan_arguments, "models": _models_arguments}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=surgeon_fx.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run in COMMANDS.items():
-        commands.add_parser(name, help=(run.__doc__ or "").strip(), description=run.__doc__)
+        command = commands.add_parser(name, help=(run.__doc__ or "").strip(), description=run.__doc__)
+        if name in ARGUMENTS:
+            ARGUMENTS[name](command)
     parsed = parser.parse_args(arguments)
     return COMMANDS[parsed.command](parsed)
 

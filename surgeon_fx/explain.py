@@ -23,6 +23,7 @@ from surgeon_fx.api import MARK
 from surgeon_fx.ops.policies import SMALL_BYTES, Policy, Unknown, storage_of
 from surgeon_fx.ops.runtime import hooks, state
 from surgeon_fx.ops.saved import Saved
+from surgeon_fx.passes.graph import SOURCE
 from surgeon_fx.retained import nodes, saved_by, storages
 
 MIB = 1 << 20
@@ -263,7 +264,5 @@ def _traced_line(frame: FrameType) -> str:
     begin = frame.f_code.co_firstlineno
     index = graph._lineno_map.get(frame.f_lineno - begin) if graph._lineno_map else None
     found = list(graph.graph.nodes)
-    trace = (found[index].stack_trace or "") if index is not None and index < len(found) else ""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    outside = [(file, line) for file, line in lines if not file.startswith(NOT_USERS)]
-    return f"{Path(outside[-1][0]).name}:{outside[-1][1]}" if outside else ""
+    file, line = found[index].meta.get(SOURCE, ("", 0)) if index is not None and index < len(found) else ("", 0)
+    return f"{Path(file).name}:{line}" if file else ""

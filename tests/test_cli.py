@@ -1,6 +1,6 @@
 import pytest
 
-from surgeon_fx import __version__
+from surgeon_fx import __version__, zoo
 from surgeon_fx.cli import main
 from surgeon_fx.kernels import native
 
@@ -26,3 +26,35 @@ def test_version_and_bad_command(capsys):
     assert capsys.readouterr().out.strip() == __version__
     with pytest.raises(SystemExit, match="2"):
         main(["operate"])
+
+
+def test_models_lists_the_zoo_with_its_parameters(capsys):
+    assert main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[:3] for line in out.splitlines() if line.startswith("wrn28_10")] == [
+        ["wrn28_10", "200x3x32x32", "36,479,194"]
+    ]
+    assert all(name in out for name in zoo.names())
+
+
+def test_models_searches_other_packages_too(capsys):
+    pytest.importorskip("timm")
+    pytest.importorskip("torchvision")
+    assert main(["models", "ResNet50"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert {"tv:resnet50", "tv:wide_resnet50_2", "seresnet50"} <= set(out)
+    assert [line.split()[0] for line in out if line.startswith("resnet50 ")] == ["resnet50"]
+    assert not any("wrn28_10" in line for line in out)
+
+
+def test_models_suggests_the_nearest(capsys):
+    assert main(["models", "segfromer_b5"]) == 1
+    assert "did you mean segformer_b5" in capsys.readouterr().err
+
+
+def test_plan_is_the_command_of_the_bench(capsys):
+    assert main(["plan", "--model", "resnet20_cifar", "--batch", "2", "--method", "tent"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("resnet20_cifar at 2x3x32x32, float32\n")
+    assert "TENT, norm layers" in out
+    assert "full tuning" not in out

@@ -25,6 +25,7 @@ from surgeon_fx.explain import Row, explain_outputs, observed
 from surgeon_fx.ops.layers import has_ratio
 from surgeon_fx.ops.policies import _NormalisedInput, _Replaced
 from surgeon_fx.ops.saved import Saved, SavedActivation
+from surgeon_fx.passes.graph import GraphForward
 from surgeon_fx.planner.arithmetic import LayerInput, Saving
 from surgeon_fx.retained import nodes, saved_by, storages
 
@@ -116,7 +117,8 @@ def twin(model: nn.Module, fake: FakeTensorMode, which: Trains, device: str) -> 
     with fake:
         for name, parameter in model.named_parameters():
             like = torch.empty_like(parameter, device=_device(parameter, device), requires_grad=False)
-            memo[id(parameter)] = nn.Parameter(like, requires_grad=chosen(name, parameter))
+            memo[id(parameter)] = new = nn.Parameter(like, requires_grad=chosen(name, parameter))
+            new.grad = like if new.requires_grad else None  # already there, as after a first step
         for buffer in model.buffers():
             memo[id(buffer)] = torch.empty_like(buffer, device=_device(buffer, device))
     return copy.deepcopy(model, memo)
@@ -143,10 +145,7 @@ def step(
         _set_ratios(copied, ratios)
     with fake:
         inputs, named_inputs = (_fake_inputs(value, device) for value in (tuple(inputs), dict(named_inputs)))
-        for parameter in copied.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-    fake.ignore([*copied.parameters(), *copied.buffers(), *(p.grad for p in copied.parameters() if p.grad is not None)])
+    fake.ignore((*copied.parameters(), *copied.buffers()))
     fake.ignore(x for x in tree_leaves((inputs, named_inputs)) if isinstance(x, Tensor))
     with _recorded(copied, path) as layers, observed(copied) as saves:
         fake.counting = True
@@ -161,6 +160,10 @@ def step(
                 del outputs
                 path.append("backward")
                 torch.autograd.backward(tensors, [torch.empty_like(x) for x in tensors])
+    for one, its in zip(model.modules(), copied.modules(), strict=True):  # what was traced need not be traced again
+        if isinstance(forward := one.__dict__.get("forward"), GraphForward):
+            forward.graphs.update(its.__dict__["forward"].graphs)
+            forward.reasons.update(its.__dict__["forward"].reasons)
     return Facts(found.rows, found.held_bytes, layers, savings, fake.timeline, forward_operations)
 
 

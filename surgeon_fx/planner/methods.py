@@ -28,7 +28,7 @@ METHODS = ("source", "bn_stat", "tent", "full", "static", "surgeon")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 VERIFY_BYTES = 512 * MIB  # about what a step of --verify may keep
 
-# The paper's figures in MiB, at the input each model of the zoo is meant for. They follow from shapes, but for SURGEON's.
+# The paper's figures in MiB, at the input each model is meant for. All but SURGEON's follow from shapes.
 PUBLISHED: dict[str, dict[str, float]] = {
     "wrn28_10": {"source": 125, "bn_stat": 125, "tent": 1762, "full": 3697, "surgeon": 325},
     "resnext29": {"source": 200, "bn_stat": 200, "tent": 2725, "full": 5403, "surgeon": 820},
@@ -261,7 +261,8 @@ def verify(name: str, shape: Sequence[int], dtype: torch.dtype, saved_bytes: int
 
     small = shape_that_fits(shape, saved_bytes)
     model = build(name, dtype, real=True)
-    study, x = Study(model, torch.randn(small).to(dtype)), torch.randn(small).to(dtype)
+    x = torch.randn(small).to(dtype)
+    study = Study(model, x)
     cases: list[tuple[str, nn.Module, str, Any]] = [
         ("TENT, norm layers", model, "norm", None),
         ("full tuning", model, "all", None),

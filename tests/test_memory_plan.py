@@ -1,0 +1,161 @@
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from surgeon_fx import zoo
+from surgeon_fx.cli import main
+from surgeon_fx.planner import methods
+
+SCRIPT = Path(__file__).parent.parent / "bench" / "memory_plan.py"
+SMALL = ["plan", "--model", "resnet20_cifar", "--batch", "2"]
+
+
+def table(out):
+    return {cells[0]: cells[1:] for line in out.splitlines() if len(cells := re.split(r"  +", line)) > 1}
+
+
+def test_every_static_figure_of_the_paper(capsys):
+    assert main(["plan", "--all-paper"]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if re.match(r"\w+ +\d+x3x", line)]
+    assert len(rows) == 18
+    assert all(abs(float(row[-1])) <= 1 for row in rows)
+    assert ["resnext29", "8x3x32x32", "checkpointing", "62.1", "62.1"] in [row[:-1] for row in rows]
+    assert out.strip().endswith("all within 1 MiB")
+
+
+def test_a_figure_that_is_off_is_a_failure(capsys, monkeypatch):
+    monkeypatch.setattr(methods, "PUBLISHED", {"wrn28_10": {"source": 123.0}})
+    assert main(["plan", "--all-paper"]) == 1
+    assert "NOT all within 1 MiB" in capsys.readouterr().out
+
+
+def test_the_default_table_has_a_row_per_method_and_ten_tensors(capsys):
+    assert main(["plan", "--model", "resnet20_cifar"]) == 0
+    out = capsys.readouterr().out
+    rows = table(out)
+    assert rows["Source, no gradients"][:2] == rows["BN-stat, no gradients"][:2] == ["12.5", "0.00"]
+    assert rows["TENT, norm layers"][0] == "143.8"
+    assert rows["full tuning"][0] == "286.8"
+    assert rows["static 50 %"][0] == "143.4"
+    saved = [float(rows[name][1]) for name in ("full tuning", "static 50 %", "static 90 %")]
+    assert saved == sorted(saved, reverse=True)
+    assert "SURGEON, by memory term" in rows
+    assert len(out[out.index("the 10 largest of") :].splitlines()) == 13
+
+
+def test_the_papers_figures_are_shown_at_its_input_alone(capsys):
+    arguments = ["plan", "--model", "wrn28_10", "--method", "source"]
+    assert main(arguments) == 0
+    assert table(capsys.readouterr().out)["Source, no gradients"][:2] == ["125.0", "125"]
+    assert main([*arguments, "--batch", "2"]) == 0
+    assert "published" not in capsys.readouterr().out
+
+
+def test_memory_ratios_are_the_papers_formula():
+    def layer(name, numel):
+        return methods.LayerInput(name, "product", numel, 4, 0)
+
+    found = methods.memory_ratios([layer("a", 900), layer("b", 100)], ["a", "b", "unused"])
+    a, b = -torch.tensor([0.9, 0.1]).log()
+    assert found["a"] == pytest.approx(float(1 - a / b))
+    assert found["b"] == found["unused"] == 0
+
+
+def test_ratios_of_a_file_and_of_a_budget(capsys, tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"layer1.0.conv1": 0.75}))
+    assert main([*SMALL, "--method", "surgeon", "--ratios", str(file)]) == 0
+    assert "SURGEON, ratios of mine.json" in capsys.readouterr().out
+    file.write_text(json.dumps({"layer1.0.conv9": 0.75}))
+    assert main([*SMALL, "--method", "surgeon", "--ratios", str(file)]) == 2
+    assert "layer1.0.conv9" in capsys.readouterr().err
+    assert main([*SMALL, "--method", "surgeon", "--budget", "1MiB", "--json", str(tmp_path / "all.json")]) == 0
+    assert "SURGEON, within 1MiB" in capsys.readouterr().out
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert found["methods"][0]["plan"]["saved_bytes"] == found["fit"]["saved_bytes"] <= 1 << 20
+    assert main([*SMALL, "--budget", "1KiB"]) == 2
+    assert "cannot be met" in capsys.readouterr().err
+
+
+def test_html_and_json_are_written(capsys, tmp_path):
+    page, file = tmp_path / "plan.html", tmp_path / "plan.json"
+    assert main([*SMALL, "--method", "full,static", "--ratio", "0.7", "--html", str(page), "--json", str(file)]) == 0
+    assert "static 70 %" in capsys.readouterr().out
+    assert 'class="peak-label' in page.read_text()
+    found = json.loads(file.read_text())
+    assert [one["title"] for one in found["methods"]] == ["full tuning", "static 70 %"]
+
+
+def test_verify_finds_the_same_integers(capsys):
+    assert main([*SMALL, "--method", "full", "--verify"]) == 0
+    out = capsys.readouterr().out
+    rows = [re.split(r"  +", line) for line in out.splitlines() if line.endswith(("  equal", "NOT EQUAL"))]
+    assert [row[0] for row in rows] == [
+        *("TENT, norm layers", "full tuning", "static 50 %", "static 90 %", "SURGEON, by memory term")
+    ]
+    assert all(predicted == measured for _, predicted, measured, _ in rows)
+
+
+def test_verify_says_when_it_is_off(capsys, monkeypatch):
+    monkeypatch.setattr(methods, "retained_bytes", lambda outputs, model: 1)
+    assert main([*SMALL, "--method", "full", "--verify"]) == 1
+    assert "NOT EQUAL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("shape", "saved_mib", "smaller"),
+    [
+        ((200, 3, 32, 32), 290, (200, 3, 32, 32)),
+        ((200, 3, 32, 32), 5000, (20, 3, 32, 32)),
+        ((1, 3, 540, 960), 3540, (1, 3, 128, 224)),
+        ((2, 3, 1080, 1920), 11000, (2, 3, 128, 224)),
+    ],
+)
+def test_verify_takes_a_size_that_fits(shape, saved_mib, smaller):
+    assert methods.shape_that_fits(shape, saved_mib << 20) == smaller
+
+
+def test_half_precision_takes_half(capsys):
+    assert main([*SMALL, "--method", "full"]) == 0
+    full = table(capsys.readouterr().out)["full tuning"]
+    assert main([*SMALL, "--method", "full", "--dtype", "bfloat16"]) == 0
+    assert float(table(capsys.readouterr().out)["full tuning"][0]) == pytest.approx(float(full[0]) / 2, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "segfromer_b5"], "did you mean segformer_b5"),
+        (["--model", "nobody:resnet"], "must start with one of"),
+    ],
+)
+def test_a_name_nobody_has_is_no_traceback(arguments, message, capsys):
+    assert main(["plan", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_text_models_are_out_of_scope(capsys):
+    pytest.importorskip("transformers")
+    assert main(["plan", "--model", "hf:bert"]) == 2
+    assert "no image size" in capsys.readouterr().err
+
+
+def test_unknown_methods_are_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--method", "magic"])
+    assert "no method is called 'magic'" in capsys.readouterr().err
+
+
+def test_the_script_is_the_same_command():
+    command = [sys.executable, str(SCRIPT), "--model", "wrn16_1", "--batch", "1", "--method", "source"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.startswith("wrn16_1 at 1x3x32x32, float32\n")
+    assert "wrn16_1" in zoo.names()
