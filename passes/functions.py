@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from surgeon_fx.ops.layers import FUNCTIONS, METHODS, FunctionMode, run_function
+from surgeon_fx.ops.layers import FUNCTIONS, METHODS, PRODUCTS, FunctionMode, run_function
 
 
 def rewrite_functions(gm: fx.GraphModule) -> bool:
@@ -20,6 +20,8 @@ def rewrite_functions(gm: fx.GraphModule) -> bool:
             function = node.target
         else:
             continue
+        if function in PRODUCTS and sum(isinstance(a, fx.Node) for a in (*node.args, *node.kwargs.values())) < 2:
+            continue  # by a number: nothing is saved
         with gm.graph.inserting_before(node):
             new = gm.graph.call_function(rewritten(function), node.args, node.kwargs)
         new.meta = node.meta

@@ -49,6 +49,8 @@ class LayerProxy(fx.Proxy):
 class LayerTracer(fx.Tracer):
     """Every child module is a leaf. Nodes remember the source line they stand for."""
 
+    proxy_buffer_attributes = True  # a buffer may change: its value is no part of the graph
+
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         frame = sys._getframe(1)

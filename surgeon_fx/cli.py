@@ -17,6 +17,7 @@ from torch import nn
 import surgeon_fx
 from surgeon_fx import allocator, zoo
 from surgeon_fx.kernels import BACKENDS, active_backend, native, unavailable_reason
+from surgeon_fx.zoo.external import require
 
 
 def doctor(_: argparse.Namespace) -> int:
@@ -116,13 +117,10 @@ def _external_names() -> list[tuple[str, list[str]]]:
     """Names of the packages that are installed."""
     found = []
     if importlib.util.find_spec("timm") is not None:
-        import timm
-
-        found.append(("timm", list(timm.list_models())))
+        found.append(("timm", list(require("timm").list_models())))
     if importlib.util.find_spec("torchvision") is not None:
-        from torchvision import models
-
-        found.append(("torchvision", [f"tv:{name}" for name in models.list_models()]))
+        names = require("torchvision").models.list_models()
+        found.append(("torchvision", [f"tv:{name}" for name in names]))
     return found
 
 
