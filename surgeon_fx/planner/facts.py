@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -114,14 +114,18 @@ def twin(model: nn.Module, fake: FakeTensorMode, which: Trains, device: str) -> 
     """The model over fake tensors: same structure, same ratios, no memory."""
     chosen = trains(model, which)
     memo: dict[int, Any] = {}
-    with fake:
-        for name, parameter in model.named_parameters():
-            like = torch.empty_like(parameter, device=_device(parameter, device), requires_grad=False)
-            memo[id(parameter)] = new = nn.Parameter(like, requires_grad=chosen(name, parameter))
-            new.grad = like if new.requires_grad else None  # already there, as after a first step
-        for buffer in model.buffers():
-            memo[id(buffer)] = torch.empty_like(buffer, device=_device(buffer, device))
+    for name, parameter in model.named_parameters():
+        like = _fake(parameter, fake, device)
+        memo[id(parameter)] = new = nn.Parameter(like, requires_grad=chosen(name, parameter))
+        new.grad = like if new.requires_grad else None  # already there, as after a first step
+    memo |= {id(buffer): _fake(buffer, fake, device) for buffer in model.buffers()}
     return copy.deepcopy(model, memo)
+
+
+def _fake(x: Tensor, fake: FakeTensorMode, device: str) -> Tensor:
+    """Built from its parts: the same as `torch.empty_like` in the mode, for a third of the time."""
+    meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return FakeTensor(fake, meta, _device(x, device))
 
 
 def _device(x: Tensor, device: str) -> torch.device:
