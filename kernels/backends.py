@@ -74,6 +74,9 @@ def implementation(family: str, backend: str, device: str) -> ModuleType:
     return importlib.import_module(f"surgeon_fx.kernels.{family}.{MODULES[backend]}")
 
 
+FAKES: dict[Any, Callable[..., Any]] = {}  # of each op: what it makes, as shapes
+
+
 def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Defines `surgeon_fx::<schema>`; `run` picks its implementation by the device it was dispatched for."""
     name = schema.split("(")[0]
@@ -82,4 +85,6 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
         LIBRARY.impl(name, run, key)
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # not differentiable, said once for every backend
     torch.library.register_fake(f"surgeon_fx::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.surgeon_fx, name).default
+    op = getattr(torch.ops.surgeon_fx, name).default
+    FAKES[op] = fake
+    return op

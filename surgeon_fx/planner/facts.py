@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from surgeon_fx.api import MARK
 from surgeon_fx.explain import Row, explain_outputs, observed
+from surgeon_fx.kernels.backends import FAKES
 from surgeon_fx.ops.layers import has_ratio
 from surgeon_fx.ops.policies import _NormalisedInput, _Replaced
 from surgeon_fx.ops.saved import Saved, SavedActivation
@@ -62,7 +63,9 @@ class Program(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         self.inside = True  # what an operation is made of here says nothing about what it takes there
         try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+            result = self._shortcut(func, args, kwargs or {})
+            if result is None:
+                result = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self.inside = False
         born = False
@@ -76,6 +79,22 @@ class Program(FakeTensorMode):
             self.timeline.append((self.path[-1] if self.path else "", self.live))
         return result
 
+    def _shortcut(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Aliases and our own operations are most of the calls, and need none of what the mode does for others."""
+        if not args or not isinstance(args[0], FakeTensor):
+            return None
+        device = args[0].fake_device
+        if func in IN_PLACE:
+            return args[0]
+        if func in VIEWS:
+            with in_kernel_invocation_manager(self):
+                alias = func(*args, **kwargs)
+            return FakeTensor(self, alias, device)
+        if func in FAKES:
+            made = FAKES[func](*(_meta(x) if isinstance(x, Tensor) else x for x in args), **kwargs)
+            return tree_map_only(Tensor, lambda x: FakeTensor(self, x, device), made)
+        return None
+
     def _died(self, size: int) -> None:
         self.live -= size
 
@@ -85,7 +104,17 @@ class Program(FakeTensorMode):
             self.known[x.untyped_storage()] = None
 
 
+def _meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
+IN_PLACE = {aten.add_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.sub_.Tensor, aten.relu_.default}
+VIEWS = {
+    *(aten.detach.default, aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default),
+    *(aten.select.int, aten.unsqueeze.default, aten.expand.default, aten.as_strided.default, aten.slice.Tensor),
+}
 
 
 def trains(model: nn.Module, which: Trains) -> Callable[[str, nn.Parameter], bool]:
