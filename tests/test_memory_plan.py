@@ -95,11 +95,11 @@ def test_html_and_json_are_written(capsys, tmp_path):
 def test_verify_finds_the_same_integers(capsys):
     assert main([*SMALL, "--method", "full", "--verify"]) == 0
     out = capsys.readouterr().out
-    rows = [re.split(r"  +", line) for line in out.splitlines() if line.endswith(("  equal", "NOT EQUAL"))]
+    rows = [re.split(r"  +", line) for line in out.splitlines() if "  equal  " in line or "NOT EQUAL" in line]
     assert [row[0] for row in rows] == [
         *("TENT, norm layers", "full tuning", "static 50 %", "static 90 %", "SURGEON, by memory term")
     ]
-    assert all(predicted == measured for _, predicted, measured, _ in rows)
+    assert all(row[1] == row[2] and abs(float(row[6].split()[0])) <= 3 for row in rows)
 
 
 def test_verify_says_when_it_is_off(capsys, monkeypatch):
