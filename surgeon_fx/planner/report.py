@@ -201,12 +201,15 @@ def is_steep(rows: list[PlanRow]) -> bool:
 def stretches(rows: list[PlanRow]) -> list[tuple[str, int, int]]:
     """Rows in network order as stages: name, first row, and the one after its last."""
     stages = _stages_of(blocks_of(row.layer for row in rows))
-    found, at = [], 0
+    found: list[tuple[str, int, int]] = []
+    at = 0
     for name, members in groupby(stages[row.layer] for row in rows):
         size = len(list(members))
-        found.append((name.partition(".[")[0].rpartition(".")[2], at, at + size))
+        found.append((name.partition(".[")[0], at, at + size))
         at += size
-    return found
+    last = {name: name.rpartition(".")[2] for name in dict.fromkeys(name for name, _, _ in found)}
+    short = {name: end for name, end in last.items() if list(last.values()).count(end) == 1}
+    return [(short.get(name, name), begin, end) for name, begin, end in found]
 
 
 def thinned(timeline: list[tuple[str, int]], most: int = 1100) -> list[tuple[int, str, int]]:
