@@ -65,8 +65,9 @@ def transform(
         if id(module) not in copies:
             new = copies[id(module)] = module.__new__(type(module))
             new.__dict__.update(module.__dict__)
-            for part in ("_parameters", "_buffers"):
-                new.__dict__[part] = dict(module.__dict__[part])
+            for key, value in module.__dict__.items():  # parameters, buffers, hooks: the copy has its own lists of them
+                if key.startswith("_") and isinstance(value, (dict, set)):
+                    new.__dict__[key] = value.copy()
             new.__dict__["_modules"] = {k: None if m is None else copy(m) for k, m in module._modules.items()}
         return copies[id(module)]
 

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from surgeon_fx import allocator, kernels, passes
 from surgeon_fx.api import MARK
-from surgeon_fx.ops.policies import SMALL_BYTES, Policy, Unknown, storage_of
+from surgeon_fx.ops.policies import SMALL_BYTES, AsEager, Policy, storage_of
 from surgeon_fx.ops.runtime import hooks, state
 from surgeon_fx.ops.saved import Saved
 from surgeon_fx.passes.graph import SOURCE
@@ -165,7 +165,7 @@ def observed(model: nn.Module) -> Iterator[list[_Save]]:
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     before, state.observer = state.observer, observe
     try:
-        with saved_tensors_hooks(*hooks(Unknown(0.0))):
+        with saved_tensors_hooks(*hooks(AsEager(0.0))):
             yield saves
     finally:
         state.observer = before

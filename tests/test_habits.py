@@ -230,3 +230,14 @@ def test_distributed(tmp_path):
             means[name] = means.get(name, 0) + p.grad / 2
     for name, expected in means.items():
         torch.testing.assert_close(first[name], expected)
+
+
+def test_hooks_are_the_copys_own():
+    model, seen = nn.Sequential(nn.Linear(4, 4)), []
+    model[0].register_forward_hook(lambda *_: seen.append("before"))
+    transformed = surgeon_fx.transform(model)
+    transformed[0].register_forward_hook(lambda *_: seen.append("copy"))
+    model(torch.ones(1, 4))
+    assert seen == ["before"]
+    transformed(torch.ones(1, 4))
+    assert seen == ["before", "before", "copy"]

@@ -78,6 +78,13 @@ class Unknown(Policy):
     handles = False
 
 
+class AsEager(Unknown):
+    """What eager keeps, to the byte: a small view holds all it is a view of."""
+
+    def pack(self, x: Tensor) -> Saved:
+        return SavedActivation(x, 0.0)
+
+
 class Prune(Policy):
     """Conv, linear, smooth activations, gates: activations pruned by magnitude, weights exact."""
 
