@@ -209,12 +209,13 @@ def peak_growth(work: Callable[[], T], device: torch.device) -> tuple[T, int]:
     if trim is not None:  # glibc's alone
         trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present level
-    before = _peak_resident_bytes()
-    return work(), _peak_resident_bytes() - before
+    before = status_bytes("VmHWM")
+    return work(), status_bytes("VmHWM") - before
 
 
-def _peak_resident_bytes() -> int:
+def status_bytes(field: str) -> int:
+    """A number the kernel keeps on this process: VmRSS is resident now, VmHWM was at most."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM line")
+    raise RuntimeError(f"/proc/self/status has no {field} line")

@@ -119,9 +119,6 @@ def finished_rows(path: Path) -> list[Row]:
     return [row for row in rows if (row.case["suite"], row.case["model"]) in done]
 
 
-# Suites
-
-
 class Step(NamedTuple):
     outputs: list[Tensor]
     loss: Tensor

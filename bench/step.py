@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import MIB, RESULTS, Row, RowWriter, environment, read_rows, spread
+from common import MIB, RESULTS, Row, RowWriter, environment, read_rows, spread, status_bytes
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
@@ -36,6 +36,7 @@ from tqdm import tqdm
 import surgeon_fx
 from surgeon_fx import allocator
 from surgeon_fx.blocks import checkpoint_blocks
+from surgeon_fx.planner.methods import input_shape
 from surgeon_fx.retained import retained_bytes
 
 TIERS = ("eager", "no_grad", "checkpoint", "exact", "pruned")
@@ -47,11 +48,6 @@ def entropy(out: Any) -> Tensor:
     return -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
 
 
-def status_bytes(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
 class Worker:
     """One tier, in this process."""
 
@@ -59,7 +55,7 @@ class Worker:
         torch.manual_seed(0)
         torch.set_num_threads(arguments.threads)
         self.tier, self.device = tier, torch.device(arguments.device)
-        shape = input_shape(arguments)
+        shape = input_shape(arguments.model, arguments.batch, arguments.size)
         model = surgeon_fx.zoo.create(arguments.model).to(self.device)
         model.train(not arguments.eval)
         self.x = torch.randn(shape, device=self.device)
@@ -154,18 +150,12 @@ class Process:
         self.process.wait()
 
 
-def input_shape(arguments: argparse.Namespace) -> tuple[int, ...]:
-    batch, *rest = surgeon_fx.zoo.input_shape(arguments.model)
-    if arguments.size:
-        rest[-2:] = arguments.size if len(arguments.size) == 2 else arguments.size * 2
-    return (arguments.batch or batch, *rest)
-
-
 def run(arguments: argparse.Namespace) -> list[Row]:
     tiers = arguments.tiers.split(",")
     if unknown := [tier for tier in tiers if tier not in TIERS]:
         sys.exit(f"no tier is called {unknown[0]!r}; there are {', '.join(TIERS)}")
-    case = {"model": arguments.model, "shape": input_shape(arguments), "ratio": arguments.ratio, "eval": arguments.eval}
+    shape = input_shape(arguments.model, arguments.batch, arguments.size)
+    case = {"model": arguments.model, "shape": shape, "ratio": arguments.ratio, "eval": arguments.eval}
     here = environment(torch.device(arguments.device))
     processes = [Process(tier) for tier in tiers]
     samples: dict[str, list[dict[str, float]]] = {tier: [] for tier in tiers}

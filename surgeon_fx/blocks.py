@@ -1,4 +1,4 @@
-"""The blocks of a network: the units of gradient checkpointing, and of folded reports."""
+"""The blocks of a network: the units of gradient checkpointing."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,23 +125,39 @@ def explain(model: nn.Module, *inputs: Any, **named_inputs: Any) -> Explanation:
 
     The forward is a real one: batch-norm statistics move and random numbers are drawn as in any training step.
     """
-    with observed(model) as saves:
+    path: list[str] = []
+    with module_path(model, path), observed(path) as saves:
         outputs = model(*inputs, **named_inputs)
     return explain_outputs(model, outputs, saves, MARK in model.__dict__)
 
 
 @contextmanager
-def observed(model: nn.Module) -> Iterator[list[_Save]]:
-    """Notes every tensor that autograd saves meanwhile, with the layer and the line of source it happened in."""
+def module_path(
+    model: nn.Module, path: list[str], left: Callable[[str, nn.Module, Any, Any], None] | None = None
+) -> Iterator[None]:
+    """Keeps the name of the module that runs at the end of `path`; `left` is told of every one that is done."""
     names = {id(module): name for name, module in model.named_modules()}
-    saves: list[_Save] = []
-    path: list[str] = []
 
     def enter(module: nn.Module, _: Any) -> None:
         path.append(names.get(id(module), path[-1] if path else ""))
 
-    def leave(module: nn.Module, _: Any, __: Any) -> None:
-        path.pop()
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        name = path.pop()
+        if left is not None:
+            left(name, module, inputs, output)
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def observed(path: Sequence[str]) -> Iterator[list[_Save]]:
+    """Notes every tensor that autograd saves meanwhile, with the layer and the line of source it happened in."""
+    saves: list[_Save] = []
 
     def observe(policy: Policy, x: Tensor, saved: Saved) -> None:
         storage = x.untyped_storage()
@@ -162,15 +178,12 @@ def observed(model: nn.Module) -> Iterator[list[_Save]]:
             )
         )
 
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     before, state.observer = state.observer, observe
     try:
         with saved_tensors_hooks(*hooks(AsEager(0.0))):
             yield saves
     finally:
         state.observer = before
-        for handle in handles:
-            handle.remove()
 
 
 def explain_outputs(model: nn.Module, outputs: Any, saves: list[_Save], transformed: bool) -> Explanation:

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from surgeon_fx.api import MARK
-from surgeon_fx.explain import Row, explain_outputs, observed
+from surgeon_fx.explain import Row, explain_outputs, module_path, observed
 from surgeon_fx.kernels.backends import FAKES
 from surgeon_fx.ops.layers import has_ratio
 from surgeon_fx.ops.policies import _NormalisedInput, _Replaced
@@ -153,8 +151,7 @@ def twin(model: nn.Module, fake: FakeTensorMode, which: Trains, device: str) -> 
 
 def _fake(x: Tensor, fake: FakeTensorMode, device: str) -> Tensor:
     """Built from its parts: the same as `torch.empty_like` in the mode, for a third of the time."""
-    meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return FakeTensor(fake, meta, _device(x, device))
+    return FakeTensor(fake, _meta(x), _device(x, device))
 
 
 def _device(x: Tensor, device: str) -> torch.device:
@@ -175,12 +172,21 @@ def step(
     fake = Program(path)
     copied = twin(model, fake, train, device)
     if ratios is not None:
-        _set_ratios(copied, ratios)
+        set_ratios(copied, ratios)
     with fake:
         inputs, named_inputs = (_fake_inputs(value, device) for value in (tuple(inputs), dict(named_inputs)))
     fake.ignore((*copied.parameters(), *copied.buffers()))
     fake.ignore(x for x in tree_leaves((inputs, named_inputs)) if isinstance(x, Tensor))
-    with _recorded(copied, path) as layers, observed(copied) as saves:
+    layers: list[LayerInput] = []
+
+    def left(name: str, module: nn.Module, called: Any, output: Any) -> None:
+        x = next((x for x in tree_leaves(called) if isinstance(x, Tensor)), None)
+        if x is not None and has_ratio(module):
+            kind = "norm" if _is_norm(module) else "product"
+            out = sum(y.nbytes for y in tree_leaves(output) if isinstance(y, Tensor))
+            layers.append(LayerInput(name, kind, x.numel(), x.element_size(), out))
+
+    with module_path(copied, path, left), observed(path) as saves:
         fake.counting = True
         with fake:
             outputs = copied(*inputs, **named_inputs)
@@ -240,7 +246,8 @@ def _savings(model: nn.Module, outputs: Any, saves: Sequence[Any]) -> list[Savin
     return found
 
 
-def _set_ratios(model: nn.Module, ratios: Mapping[str, float] | float) -> None:
+def set_ratios(model: nn.Module, ratios: Mapping[str, float] | float) -> None:
+    """One ratio for every layer of a transformed model, or some by name."""
     table = model.__dict__[MARK].table if MARK in model.__dict__ else None
     if table is None:
         raise ValueError("ratios are of a transformed model: call surgeon_fx.transform(model) first")
@@ -250,39 +257,17 @@ def _set_ratios(model: nn.Module, ratios: Mapping[str, float] | float) -> None:
         table.update(ratios)
 
 
+def is_shape(value: Any) -> bool:
+    """Whether an input is given as a shape."""
+    return isinstance(value, (tuple, list)) and bool(value) and all(type(size) is int for size in value)
+
+
 def _fake_inputs(values: Any, device: str) -> Any:
     def fake(x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_device(x, device), requires_grad=False)
 
     def shape(value: Any) -> Any:
-        if isinstance(value, (tuple, list)) and value and all(type(size) is int for size in value):
-            return torch.empty(tuple(value), device=device)
-        return value
+        return torch.empty(tuple(value), device=device) if is_shape(value) else value
 
     values = {k: shape(v) for k, v in values.items()} if isinstance(values, dict) else tuple(shape(v) for v in values)
     return tree_map_only(Tensor, fake, values)
-
-
-@contextmanager
-def _recorded(model: nn.Module, path: list[str]) -> Iterator[list[LayerInput]]:
-    """Keeps the name of the module that runs at the end of `path`, and notes every call of a layer."""
-    names = {id(module): name for name, module in model.named_modules()}
-    layers: list[LayerInput] = []
-
-    def enter(module: nn.Module, inputs: Any) -> None:
-        path.append(names.get(id(module), path[-1] if path else ""))
-
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        name = path.pop()
-        x = next((x for x in tree_leaves(inputs) if isinstance(x, Tensor)), None)
-        if x is not None and has_ratio(module):
-            kind = "norm" if _is_norm(module) else "product"
-            out = sum(y.nbytes for y in tree_leaves(output) if isinstance(y, Tensor))
-            layers.append(LayerInput(name, kind, x.numel(), x.element_size(), out))
-
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-    try:
-        yield layers
-    finally:
-        for handle in handles:
-            handle.remove()

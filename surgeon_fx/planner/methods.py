@@ -293,16 +293,14 @@ def verify(name: str, shape: Sequence[int], dtype: torch.dtype, saved_bytes: int
 
 def _measured(model: nn.Module, x: Tensor, train: str, ratios: Any) -> tuple[int, int]:
     """Saved bytes and peak of a real step."""
-    from surgeon_fx.planner.facts import trains
+    from surgeon_fx.planner.facts import set_ratios, trains
     from surgeon_fx.planner.measure import measured_peak
 
     chosen, before = trains(model, train), {p: p.requires_grad for p in model.parameters()}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(chosen(name, parameter))
-    if isinstance(ratios, float):
-        ratio_table(model).fill(ratios)
-    elif ratios is not None:
-        ratio_table(model).update(ratios)
+    if ratios is not None:
+        set_ratios(model, ratios)
     try:
         return retained_bytes(model(x), model), measured_peak(model, x)[0]
     finally:

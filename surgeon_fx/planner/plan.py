@@ -141,14 +141,10 @@ def plan(
     ]
     shapes = ", ".join(
         "x".join(map(str, x.shape if isinstance(x, Tensor) else x))
-        for x in tree_leaves((inputs, named_inputs), is_leaf=_is_shape)
-        if isinstance(x, Tensor) or _is_shape(x)
+        for x in tree_leaves((inputs, named_inputs), is_leaf=facts.is_shape)
+        if isinstance(x, Tensor) or facts.is_shape(x)
     )
     return Plan(
         *(type(model).__name__, shapes, transformed, rows, found.layers, used, found.saved_bytes),
         *(found.timeline, found.forward_operations),
     )
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and bool(value) and all(type(size) is int for size in value)
