@@ -1,104 +1,53 @@
-"""What every benchmark shares: one row schema, where it ran, and how time and memory are taken.
-
-A row is one number of one provider at one case, with its spread. Tables and plots are made from rows alone.
-"""
+"""What every benchmark shares: the rows of `surgeon_fx.records`, where results go, and stopwatches."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import platform
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-import surgeon_fx
+from surgeon_fx.records import (
+    Environment,
+    Meter,
+    Row,
+    RowWriter,
+    Spread,
+    environment,
+    peak_unavailable_reason,
+    read_rows,
+    spread,
+    status_bytes,
+)
+
+__all__ = [
+    "MIB",
+    "RESULTS",
+    "ROOT",
+    "Environment",
+    "Meter",
+    "Row",
+    "RowWriter",
+    "Spread",
+    "Stopwatch",
+    "environment",
+    "others_core_seconds",
+    "peak_growth",
+    "peak_unavailable_reason",
+    "pick_device",
+    "read_rows",
+    "spread",
+    "status_bytes",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 MIB = 1 << 20
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Environment:
-    """Where a row was measured."""
-
-    python: str
-    torch: str
-    surgeon_fx: str
-    git_sha: str
-    device: str
-    instruction_set: str
-    threads: int
-    busy_cores: float = 0.0  # taken by other processes meanwhile: OpenMP's spinning barriers do not bear company
-
-
-@dataclass(frozen=True)
-class Row:
-    """One number. Without a `p50` it was not measured, and the note says why."""
-
-    benchmark: str
-    case: dict[str, Any]
-    provider: str
-    metric: str
-    unit: str
-    p50: float | None
-    p20: float | None
-    p80: float | None
-    repetitions: int
-    memory: str  # outputs written to: "touched" beforehand, or "fresh" from the allocator
-    note: str
-    environment: Environment
-
-    @staticmethod
-    def from_json(line: str) -> Row:
-        fields = json.loads(line)
-        return Row(**{**fields, "environment": Environment(**fields["environment"])})
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-
-class RowWriter:
-    """Writes rows as they come, so that an interrupted run keeps what it has."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.rows: list[Row] = []
-        self._file = path.open("w")
-
-    def __enter__(self) -> RowWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def write(self, row: Row) -> None:
-        self.rows.append(row)
-        self._file.write(row.to_json() + "\n")
-        self._file.flush()
-
-
-def read_rows(path: Path, benchmark: str) -> list[Row]:
-    """The rows of one benchmark in a JSONL file. ValueError where there are none or they do not parse."""
-    try:
-        rows = [Row.from_json(line) for line in path.read_text().splitlines() if line.strip()]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} does not hold rows of this version's schema: {error!r}") from error
-    rows = [row for row in rows if row.benchmark == benchmark]
-    if not rows:
-        raise ValueError(f"{path} holds no rows of the {benchmark!r} benchmark")
-    return rows
 
 
 def pick_device() -> torch.device:
@@ -108,20 +57,6 @@ def pick_device() -> torch.device:
     return torch.device("cpu")
 
 
-def environment(device: torch.device) -> Environment:
-    native = surgeon_fx.kernels.native
-    name = cpu_model() if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
-    return Environment(
-        python=platform.python_version(),
-        torch=torch.__version__,
-        surgeon_fx=surgeon_fx.__version__,
-        git_sha=git_sha(),
-        device=name,
-        instruction_set="none" if native.unavailable_reason() else native.instruction_set(),
-        threads=torch.get_num_threads(),
-    )
-
-
 def others_core_seconds() -> float:
     """Core seconds that other processes have used, but for a constant; 0 where the system does not say."""
     stat = Path("/proc/stat")
@@ -129,42 +64,6 @@ def others_core_seconds() -> float:
         return 0.0
     user, nice, system = stat.read_text().split(maxsplit=4)[1:4]
     return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK") - time.process_time()
-
-
-def cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def git_sha() -> str:
-    """The commit checked out, read from the files: git itself may not be installed."""
-    git = ROOT / ".git"
-    try:
-        head = (git / "HEAD").read_text().strip()
-        if not head.startswith("ref: "):
-            return head
-        ref = head.removeprefix("ref: ")
-        if (git / ref).exists():
-            return (git / ref).read_text().strip()
-        packed = (git / "packed-refs").read_text().splitlines()
-        return next(line.split()[0] for line in packed if line.endswith(f" {ref}"))
-    except (OSError, StopIteration):
-        return "unknown"
-
-
-class Spread(NamedTuple):
-    p20: float
-    p50: float
-    p80: float
-
-
-def spread(samples: Sequence[float]) -> Spread:
-    deciles = statistics.quantiles(samples, n=10, method="inclusive")
-    return Spread(deciles[1], deciles[4], deciles[7])
 
 
 class Stopwatch:
@@ -187,13 +86,6 @@ class Stopwatch:
         return float(start.elapsed_time(end)) / 1e3
 
 
-def peak_unavailable_reason(device: torch.device) -> str:
-    """Why `peak_growth` cannot measure here; empty where it can."""
-    if device.type == "cpu" and not Path("/proc/self/clear_refs").exists():
-        return "resident memory is read from /proc, which this system does not have"
-    return ""
-
-
 def peak_growth(work: Callable[[], T], device: torch.device) -> tuple[T, int]:
     """What `work` returns, and how many bytes the peak during it lay above the level before it.
 
@@ -211,11 +103,3 @@ def peak_growth(work: Callable[[], T], device: torch.device) -> tuple[T, int]:
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present level
     before = status_bytes("VmHWM")
     return work(), status_bytes("VmHWM") - before
-
-
-def status_bytes(field: str) -> int:
-    """A number the kernel keeps on this process: VmRSS is resident now, VmHWM was at most."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field} line")

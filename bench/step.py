@@ -18,23 +18,19 @@ Weights and gradients are there before the step. Blocks that wait for reuse are 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import MIB, RESULTS, Row, RowWriter, environment, read_rows, spread, status_bytes
+from common import MIB, RESULTS, Meter, Row, RowWriter, environment, read_rows, spread
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
 import surgeon_fx
-from surgeon_fx import allocator
 from surgeon_fx.blocks import checkpoint_blocks
 from surgeon_fx.planner.methods import input_shape
 from surgeon_fx.retained import retained_bytes
@@ -55,6 +51,7 @@ class Worker:
         torch.manual_seed(0)
         torch.set_num_threads(arguments.threads)
         self.tier, self.device = tier, torch.device(arguments.device)
+        self.meter = Meter(self.device)
         shape = input_shape(arguments.model, arguments.batch, arguments.size)
         model = surgeon_fx.zoo.create(arguments.model).to(self.device)
         model.train(not arguments.eval)
@@ -71,54 +68,26 @@ class Worker:
     def step(self, measure: bool = False) -> dict[str, float]:
         found: dict[str, float] = {}
         if measure:
-            self._forget()
-            base = self._now()
+            self.meter.forget()
+            base = self.meter.now()
         grad = self.tier != "no_grad"
-        begin = self._clock()
+        begin = self.meter.clock()
         with torch.set_grad_enabled(grad):
             out = self.model(self.x)
-            forward = self._clock()
+            forward = self.meter.clock()
             if measure:
-                found["held"] = self._now() - base
+                found["held"] = self.meter.now() - base
                 found["saved"] = retained_bytes(out, self.model) if grad else 0
-            middle = self._clock()
+            middle = self.meter.clock()
             loss = entropy(out)
             del out
             if grad:
                 loss.backward()
-        end = self._clock()
+        end = self.meter.clock()
         if measure:
-            return found | self._peaks(base)
+            return found | self.meter.peaks(base)
         backward = end - middle if grad else 0.0
         return {"forward": forward - begin, "backward": backward, "step": forward - begin + backward}
-
-    def _clock(self) -> float:
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).synchronize()
-        return time.perf_counter()
-
-    def _forget(self) -> None:
-        gc.collect()
-        if self.device.type != "cpu":
-            module = torch.get_device_module(self.device)
-            module.empty_cache()
-            module.reset_peak_memory_stats()
-            return
-        allocator.trim()
-        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-            trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
-
-    def _now(self) -> int:
-        if self.device.type == "cpu":
-            return status_bytes("VmRSS")
-        return torch.get_device_module(self.device).memory_allocated()
-
-    def _peaks(self, base: int) -> dict[str, float]:
-        if self.device.type == "cpu":
-            return {"peak": status_bytes("VmHWM") - base}
-        module = torch.get_device_module(self.device)
-        return {"peak": module.max_memory_allocated() - base, "reserved": module.max_memory_reserved()}
 
     def serve(self) -> None:
         """One line in, one step, one line out."""
@@ -174,7 +143,7 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             for metric in (*BYTES, *SECONDS):
                 values = [one[metric] for one in found if metric in one]
                 if values:
-                    p20, p50, p80 = spread(values) if len(values) > 1 else values * 3
+                    p20, p50, p80 = spread(values)
                     unit = "bytes" if metric in BYTES else "s"
                     row = Row("step", case, tier, metric, unit, p50, p20, p80, len(values), "", "", here)
                     writer.write(row)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -14,18 +15,23 @@ CONTAINERS = (nn.Sequential, nn.ModuleList)
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost repeated parts that hold two layers or more: residual blocks, transformer blocks, stages."""
     found: dict[str, nn.Module] = {}
+    wrapper = sum(_layers(child) > 1 for child in model.children()) == 1  # a normaliser and the network, as one
 
     def visit(module: nn.Module, name: str) -> None:
+        repeated = isinstance(module, CONTAINERS) and not (wrapper and module is model)
         for key, child in module.named_children():
             path = f"{name}.{key}" if name else key
-            own = [m for m in child.modules() if next(iter(m._parameters.values()), None) is not None]
-            if isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS) and len(own) > 1:
+            if repeated and not isinstance(child, CONTAINERS) and _layers(child) > 1:
                 found[path] = child
             else:
                 visit(child, path)
 
     visit(model, "")
     return found
+
+
+def _layers(module: nn.Module) -> int:
+    return sum(next(iter(part._parameters.values()), None) is not None for part in module.modules())
 
 
 def checkpoint_blocks(model: nn.Module) -> nn.Module:
@@ -37,3 +43,17 @@ def checkpoint_blocks(model: nn.Module) -> nn.Module:
     for block in blocks(model).values():
         block.forward = checkpointed(block.forward)
     return model
+
+
+@contextlib.contextmanager
+def checkpointed_blocks(model: nn.Module) -> Iterator[None]:
+    """`checkpoint_blocks`, and back to how it was."""
+    before = [(block, block.__dict__.get("forward")) for block in blocks(model).values()]
+    checkpoint_blocks(model)
+    try:
+        yield
+    finally:
+        for block, forward in before:
+            block.__dict__.pop("forward")
+            if forward is not None:
+                block.__dict__["forward"] = forward

@@ -1,10 +1,13 @@
 """Small models with every way to write a layer, and one step of training."""
 
+import weakref
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import surgeon_fx
+from surgeon_fx.retained import nodes
 
 
 class Residual(nn.Module):
@@ -94,3 +97,16 @@ def distributed_step(rank, store, results):
     wrapped(torch.randn(2, 8, 6, 6)).square().mean().backward()
     torch.save({n: p.grad for n, p in model.named_parameters()}, f"{results}/{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+class Probe:
+    """Lives as long as the node it is put on."""
+
+
+def watch(output):
+    """Weak references that die with the graph behind an output: one of each node, and the output's."""
+    found = [weakref.ref(output)]
+    for node in nodes(output):
+        node.metadata["probe"] = Probe()
+        found.append(weakref.ref(node.metadata["probe"]))
+    return found

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 
 def test_public_names():
     assert surgeon_fx.__all__ == [
-        *("Config", "NoEffectWarning", "RatioTable"),
-        *("explain", "fit", "kernels", "plan", "ratios", "transform", "zoo"),
+        *("Config", "Importance", "NoEffectWarning", "RatioTable"),
+        *("adapt", "entropy", "explain", "fit", "kernels", "plan", "ratios", "refresh", "transform", "zoo"),
     ]
     assert set(surgeon_fx.kernels.__all__) >= {
         "compress",

@@ -43,9 +43,10 @@ class Rewrite:
         self.running: str | None = None
         self.weights: dict[int, str] = {}
         self.active = False
+        self.generator: torch.Generator | None = None  # which samples an importance pass looks at
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "running": None, "weights": {}, "active": False}
+        return {**self.__dict__, "running": None, "weights": {}, "active": False, "generator": None}
 
     def session(self, outermost: bool, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a forward of this model; the first one in opens the session, the root's end gives freed blocks back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -90,3 +91,15 @@ def paper_cache_bytes(
 def largest_bytes(layers: Iterable[LayerInput]) -> int:
     """The largest single input or output of a layer: what a forward without gradients needs, in the paper's count."""
     return max((max(layer.bytes, layer.output_bytes) for layer in layers), default=0)
+
+
+def activation_memory(sizes: Mapping[str, int]) -> dict[str, float]:
+    """The paper's Layer Activation Memory, M = -log(m / sum of m): layers with small inputs matter more."""
+    total = sum(sizes.values())
+    return {name: -math.log(size / total) if size else 0.0 for name, size in sizes.items()}
+
+
+def max_normalised(values: Mapping[str, float]) -> dict[str, float]:
+    """Values over the largest of them; all 1 where none stands out from 0."""
+    most = max(values.values(), default=0.0)
+    return {name: value / most if most > 0 else 1.0 for name, value in values.items()}

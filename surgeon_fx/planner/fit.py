@@ -64,10 +64,7 @@ def memory_term(layers: list[arithmetic.LayerInput]) -> dict[str, float]:
     sizes: dict[str, int] = {}
     for layer in layers:
         sizes[layer.layer] = sizes.get(layer.layer, 0) + layer.bytes
-    total = sum(sizes.values())
-    terms = {name: -math.log(size / total) if size else 0.0 for name, size in sizes.items()}
-    most = max(terms.values(), default=0.0)
-    return {name: term / most if most else 1.0 for name, term in terms.items()}
+    return arithmetic.max_normalised(arithmetic.activation_memory(sizes))
 
 
 def fit(

@@ -313,7 +313,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", default="segformer_b5", help="a name of surgeon_fx.zoo: its own, timm's, tv:..., hf:..."
     )
     parser.add_argument("--batch", type=int, help="default: the model's")
-    parser.add_argument("--size", type=_size, help="224 or 540x960; default: the model's")
+    parser.add_argument("--size", type=parse_size, help="224 or 540x960; default: the model's")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--ratio", type=_ratios, default=[0.5, 0.9], help="of static pruning; several as 0.5,0.9")
     parser.add_argument("--ratios", type=Path, metavar="FILE", help="ratios by layer, as RatioTable.save writes them")
@@ -326,7 +326,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all-paper", action="store_true", help="every static figure of the paper against ours")
 
 
-def _size(text: str) -> list[int]:
+def parse_size(text: str) -> list[int]:
     found = [int(part) for part in text.split("x")]
     if len(found) not in (1, 2) or min(found) < 1:
         raise argparse.ArgumentTypeError(f"must be like 224 or 540x960, got {text!r}")

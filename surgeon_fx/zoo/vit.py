@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -34,35 +33,40 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
+    """Pre-norm block. A depthwise convolution over the grid of tokens tells them where they are and who is next."""
+
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
+        self.place = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
         self.norm1 = nn.LayerNorm(dim)
         self.attn = Attention(dim, heads)
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = Mlp(dim, 4 * dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        """Tokens as a grid, N x C x H x W, in and out."""
+        tokens = (x + self.place(x)).flatten(2).transpose(1, 2)
+        tokens = tokens + self.attn(self.norm1(tokens))
+        tokens = tokens + self.mlp(self.norm2(tokens))
+        return tokens.transpose(1, 2).unflatten(2, x.shape[2:])
 
 
 class VisionTransformer(nn.Module):
-    """Pre-norm transformer over patches; the classes are read off the mean token.
+    """A transformer over overlapping patches; the classes are read off the mean token.
 
-    Positions are learnt for an 8x8 grid of patches and resized to the grid of the image at hand.
+    Two strided convolutions make the tokens and a depthwise one in each block places them: on little data that trains
+    in a fraction of the epochs that cut-out patches and learnt positions take, at any image size.
     """
 
-    def __init__(self, dim: int = 128, depth: int = 6, heads: int = 4, patch: int = 4, classes: int = 10) -> None:
+    def __init__(self, dim: int = 96, depth: int = 4, heads: int = 3, classes: int = 10) -> None:
         super().__init__()
-        self.patch_embed = nn.Conv2d(3, dim, patch, patch)
-        self.position = nn.Parameter(torch.empty(1, dim, 8, 8))
+        half = dim // 2
+        self.patch_embed = nn.Sequential(nn.Conv2d(3, half, 3, 2, 1), nn.GELU(), nn.Conv2d(half, dim, 3, 2, 1))
         self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, classes)
         init_tokens(self)
-        nn.init.normal_(self.position, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.patch_embed(x)
-        x = x + F.interpolate(self.position, size=x.shape[2:], mode="bilinear", align_corners=False)
-        return self.head(self.norm(self.blocks(x.flatten(2).transpose(1, 2))).mean(1))
+        x = self.blocks(self.patch_embed(x))
+        return self.head(self.norm(x.flatten(2).transpose(1, 2)).mean(1))

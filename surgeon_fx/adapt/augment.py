@@ -1,0 +1,59 @@
+"""The other view of a batch that consistency compares with: CoTTA's augmentation, drawn once for the whole batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgeon_fx.zoo.external import require
+
+JITTER = {
+    "brightness": (0.6, 1.4),
+    "contrast": (0.7, 1.3),
+    "saturation": (0.5, 1.5),
+    "hue": (-0.06, 0.06),
+    "gamma": (0.7, 1.3),
+}
+OF_COLOR = ("saturation", "hue")  # three channels only
+DEGREES, SHIFT, SCALE, BLUR, NOISE = 15.0, 1 / 16, (0.9, 1.1), (0.001, 0.5), 0.005
+
+
+def augment(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Jitter in a random order, a small affine move, blur, a flip, noise. Images N x C x H x W, pixels in [0, 1]."""
+    if x.dim() != 4 or not x.is_floating_point():
+        raise ValueError(f"the default augmentation is for images, N x C x H x W; pass augment= for {tuple(x.shape)}")
+    if x.min() < 0 or x.max() > 1:
+        raise ValueError(
+            "the default augmentation is for pixels in [0, 1]: put the normalisation inside the model, or pass augment="
+        )
+    transforms = require("torchvision.transforms.v2.functional")
+
+    def draw(low: float, high: float) -> float:
+        return low + (high - low) * float(torch.rand((), generator=generator))
+
+    names = list(JITTER)
+    for index in torch.randperm(len(names), generator=generator).tolist():
+        name = names[index]
+        factor = draw(*JITTER[name])
+        if name == "gamma":
+            x = transforms.adjust_gamma(x.clamp(1e-8, 1), factor)
+        elif name not in OF_COLOR or x.shape[1] == 3:
+            x = getattr(transforms, f"adjust_{name}")(x, factor)
+    height, width = x.shape[2:]
+    padded = F.pad(x, [width // 2, width // 2, height // 2, height // 2], mode="replicate")
+    x = transforms.affine(
+        padded,
+        angle=draw(-DEGREES, DEGREES),
+        translate=[round(draw(-SHIFT, SHIFT) * size) for size in (width, height)],
+        scale=draw(*SCALE),
+        shear=[0.0, 0.0],
+        interpolation=transforms.InterpolationMode.BILINEAR,
+    )
+    if min(height, width) > 2:
+        x = transforms.gaussian_blur(x, [5, 5], [draw(*BLUR)] * 2)
+    x = transforms.center_crop(x, [height, width])
+    if draw(0, 1) < 0.5:
+        x = x.flip(3)
+    noise = torch.randn(x.shape, generator=generator).to(x)
+    return (x + NOISE * noise).clamp(0, 1)

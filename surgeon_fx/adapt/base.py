@@ -1,0 +1,202 @@
+"""What every method shares: the step, its optimizer, what is trained, and the way back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from surgeon_fx.adapt.statistics import adapting, batch_norms
+from surgeon_fx.api import MARK
+from surgeon_fx.losses import entropy
+from surgeon_fx.planner.facts import Trains, trains
+
+Loss = Callable[[Any], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one call did. `skipped` says why nothing was learnt, where nothing was."""
+
+    loss: float | None = None
+    skipped: str = ""
+    refreshed: bool = False
+    selected: int | None = None  # predictions the loss looked at, where it chooses
+
+
+class Adapter:
+    """Takes a batch, adapts the model to it, and returns the predictions made on the way, before the update.
+
+    The model's own parameters are trained; its modes, gradient flags and running statistics are the same after a call
+    as before. Outside calls the model can be used as ever.
+
+    `optimizer` is an optimizer over `trained`, or a function that makes one of a list of parameters (default: Adam
+    with `lr`); `scheduler` is a scheduler, or makes one of the optimizer, and steps after every update. `loss_fn` takes
+    what the model returns; None from it means that there is nothing to learn. `train` says what is trained, as in
+    `surgeon_fx.plan`. `prior` mixes source and batch statistics in batch norms, as if `prior` source samples were in
+    the batch: for small batches. `resettable=False` does without the copy of the trained parameters `reset` needs.
+    """
+
+    lr: float = 1e-4
+    statistics = True  # batch norms see the batch
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float | None = None,
+        optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
+        scheduler: Any = None,
+        loss_fn: Loss = entropy,
+        train: Trains = None,
+        prior: float = 0.0,
+        resettable: bool = True,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if lr is not None and (optimizer is not None or lr < 0):
+            raise ValueError("lr must not be negative, and is the optimizer's own where an optimizer is given")
+        if prior < 0:
+            raise ValueError(f"prior must be a number of samples, 0 or more, got {prior}")
+        self.model, self.loss_fn, self.prior = model, loss_fn, prior
+        chosen = trains(model, train)
+        self.trained = {name: p for name, p in model.named_parameters() if chosen(name, p)}
+        self.optimizer = self._optimizer(optimizer, self.lr if lr is None else lr)
+        self.scheduler = scheduler(self.optimizer) if callable(scheduler) else scheduler
+        self.last = Step()
+        self._warned = False
+        self._initial = copy.deepcopy(self.state_dict()) if resettable else None
+
+    def _optimizer(self, given: Any, lr: float) -> Optimizer | None:
+        parameters = list(self.trained.values())
+        if not parameters:
+            return None
+        if not isinstance(given, Optimizer):
+            return torch.optim.Adam(parameters, lr=lr) if given is None else given(parameters)
+        own, known = {id(p) for p in parameters}, {id(p) for g in given.param_groups for p in g["params"]}
+        if not own & known:
+            raise ValueError("optimizer holds none of the parameters that are trained; pass a function that makes one")
+        return given
+
+    def __call__(self, x: Any) -> Any:
+        if isinstance(x, Tensor) and not (x.dim() and x.shape[0]):
+            raise ValueError(f"a batch must hold at least one sample, got shape {tuple(x.shape)}")
+        with torch.inference_mode(False), self._adapting(), torch.set_grad_enabled(bool(self.trained)):
+            output = self._learn(_outside_inference(x)) if self.trained else self.model(_outside_inference(x))
+        return tree_map_only(Tensor, Tensor.detach, output)
+
+    def _adapting(self) -> contextlib.AbstractContextManager[None]:
+        return adapting(self.model, self.trained.values(), self.statistics, self.prior)
+
+    def _learn(self, x: Any) -> Any:
+        """One forward, one backward, one update."""
+        output = self.model(x)
+        self._zero_grad()
+        self.last = self._backward(self._loss(output))
+        self._update()
+        return output
+
+    def _loss(self, output: Any) -> Tensor | None:
+        return self.loss_fn(output)
+
+    def _backward(self, loss: Tensor | None) -> Step:
+        """Backward from a loss that has something to say."""
+        if loss is None:
+            return Step(skipped="no sample was chosen")
+        value = float(loss.detach())
+        if not torch.isfinite(loss.detach()):
+            self._warn(f"the loss is {value}: the model is left as it is")
+            return Step(value, skipped=f"the loss is {value}")
+        loss.backward()
+        return Step(value)
+
+    def _update(self) -> None:
+        """Steps, unless there is no gradient or one that is not finite."""
+        grads = [p.grad for p in self.trained.values() if p.grad is not None]
+        if grads and not torch.isfinite(torch.stack(torch._foreach_norm(grads))).all():
+            self._warn("a gradient is not finite: the model is left as it is")
+            self.last = Step(self.last.loss, "a gradient is not finite", self.last.refreshed, self.last.selected)
+        elif grads:
+            assert self.optimizer is not None
+            self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+        self._zero_grad()
+
+    def _zero_grad(self) -> None:
+        for parameter in self.trained.values():
+            parameter.grad = None
+
+    def _warn(self, message: str) -> None:
+        """Once an adapter: `last.skipped` says it every time."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{type(self).__name__}: {message}", stacklevel=4)
+
+    def reset(self) -> None:
+        """Back to where the adapter began: parameters, optimizer, scheduler and the method's own state."""
+        if self._initial is None:
+            raise ValueError("this adapter was made with resettable=False: it kept nothing to go back to")
+        self.load_state_dict(copy.deepcopy(self._initial))
+        self.last, self._warned = Step(), False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on from here with the same model elsewhere."""
+        return {
+            "method": type(self).__name__,
+            "trained": {name: parameter.detach() for name, parameter in self.trained.items()},
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            **self._own_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("method") != type(self).__name__:
+            raise ValueError(f"state must be of {type(self).__name__}, got one of {state.get('method')}")
+        if state["trained"].keys() != self.trained.keys():
+            different = state["trained"].keys() ^ self.trained.keys()
+            raise ValueError(f"state must hold what is trained; different: {', '.join(sorted(different)[:3])}")
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(state["trained"][name])
+        for own, saved in ((self.optimizer, state["optimizer"]), (self.scheduler, state["scheduler"])):
+            if own is not None:
+                own.load_state_dict(saved)
+        self._load_own_state(state)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        pass
+
+    def _needs(self, what: bool, message: str) -> None:
+        if not what:
+            raise ValueError(f"{type(self).__name__} {message}")
+
+    def _needs_batch_norm(self) -> None:
+        self._needs(bool(batch_norms(self.model)), "needs batch norm layers, and this model has none")
+
+    def __repr__(self) -> str:
+        count, total = (sum(p.numel() for p in ps) for ps in (self.trained.values(), self.model.parameters()))
+        kind = "transformed " if MARK in self.model.__dict__ else ""
+        return (
+            f"{type(self).__name__}({kind}{type(self.model).__name__}, trains {count:,} of {total:,} parameters "
+            f"in {len(self.trained)} tensors{self._settings()})"
+        )
+
+    def _settings(self) -> str:
+        return ""
+
+
+def _outside_inference(x: Any) -> Any:
+    """Tensors made in inference mode cannot be saved for backward: those are copied."""
+    return tree_map_only(Tensor, lambda t: cast(Tensor, t.clone() if t.is_inference() else t), x)

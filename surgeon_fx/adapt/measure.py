@@ -1,0 +1,219 @@
+"""Memory, time and operations of a call of each method, in processes that take turns batch by batch.
+
+Each method has a process of its own, so that none sees what another's allocator kept, and turns, so that what the
+machine does meanwhile falls on all. A call is all that a method does with a batch, its importance pass included:
+
+- held: unique storages that backward keeps alive after forward, read off the autograd graph; the most of any
+  forward. Inputs of checkpointed blocks count as well
+- peak: high-water mark of the resident set over the call, net of the level before it; on CUDA of the allocator
+- time per call, and floating-point operations in convolutions and matrix products
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgeon_fx.adapt import Checkpointed
+from surgeon_fx.adapt.runs import BENCHMARK, FORWARD_ONLY, NORM_ONLY, Setting, Trial
+from surgeon_fx.adapt.stream import Stream
+from surgeon_fx.api import MARK
+from surgeon_fx.blocks import blocks
+from surgeon_fx.planner import arithmetic
+from surgeon_fx.planner.methods import checkpointing_bytes
+from surgeon_fx.planner.plan import plan
+from surgeon_fx.records import Environment, Meter, Row, peak_unavailable_reason, spread
+from surgeon_fx.retained import nodes, saved_by, storages
+
+WARM_UPS = 2
+UNITS = {"paper_cache": "bytes", "held": "bytes", "peak": "bytes", "reserved": "bytes", "batch": "s", "gflops": "GFLOP"}
+
+
+class Worker:
+    """One method, in this process."""
+
+    def __init__(self, setting: Setting, trial: Trial, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.device = torch.device(setting.device)
+        self.meter = Meter(self.device)
+        self.batches = full_batches(setting.stream(), setting.batch)
+        model = setting.build()
+        torch.manual_seed(trial.seed)
+        self.adapter = trial.adapter(model)
+
+    def turn(self, what: str) -> dict[str, Any]:
+        """One batch; `what` says how it is looked at."""
+        x = next(self.batches).to(self.device)
+        if what == "memory":
+            return self._memory(x)
+        if what == "count":
+            return self._count(x)
+        begin = self.meter.clock()
+        self.adapter(x)
+        return {"batch": self.meter.clock() - begin} if what == "time" else {}
+
+    def _memory(self, x: Tensor) -> dict[str, Any]:
+        if peak_unavailable_reason(self.device):
+            return {}
+        self.meter.forget()
+        base = self.meter.now()
+        self.adapter(x)
+        return dict(self.meter.peaks(base))
+
+    def _count(self, x: Tensor) -> dict[str, Any]:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        held = [0]
+        inputs: list[Tensor] = []
+
+        def enter(module: nn.Module, args: Any) -> None:
+            inputs.extend(arg for arg in args if isinstance(arg, Tensor))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            held.append(held_bytes(output, module, inputs))
+            inputs.clear()
+
+        handles = [self.adapter.model.register_forward_hook(leave)]
+        if isinstance(self.adapter, Checkpointed):  # it keeps what goes into a block, out of the graph's sight
+            handles += [block.register_forward_pre_hook(enter) for block in blocks(self.adapter.model).values()]
+        try:
+            with FlopCounterMode(display=False) as counter:
+                self.adapter(x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        shared = self.adapter.model.__dict__.get(MARK)
+        ratios = {} if shared is None else dict(shared.table)
+        return {"held": max(held), "gflops": counter.get_total_flops() / 1e9, "ratios": ratios}
+
+
+def held_bytes(output: Any, model: nn.Module, others: Sequence[Tensor]) -> int:
+    """`retained_bytes`, and what `others` hold beside it."""
+    own = storages((*model.parameters(), *model.buffers()))
+    found = storages(one for node in nodes(output) for one in saved_by(node)) | storages(others)
+    return sum(size for storage, size in found.items() if storage not in own)
+
+
+def full_batches(stream: Stream, batch: int) -> Iterator[Tensor]:
+    """Batches of the whole size, domain after domain, without end."""
+    while True:
+        for domain in stream.domains:
+            for x, _ in domain.batches(batch):
+                if len(x) == min(batch, len(domain)):
+                    yield x
+
+
+class Process:
+    """A worker in a process of its own, which runs only while it is asked."""
+
+    def __init__(self, setting: Setting, trial: Trial, threads: int) -> None:
+        self.name = trial.method
+        command = [sys.executable, "-m", "surgeon_fx.adapt.measure"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._send(json.dumps({"setting": asdict(setting), "trial": asdict(trial), "threads": threads}))
+
+    def _send(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, what: str) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        try:
+            self._send(what)
+        except BrokenPipeError:
+            line = ""
+        else:
+            line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name}: the process that measures it ended with code {self.process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and what it was asked last is still in the buffer
+            self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+def measure(setting: Setting, trials: Sequence[Trial], repeats: int, threads: int) -> dict[str, list[dict[str, Any]]]:
+    """What each method's turns found, by method."""
+    from tqdm import tqdm
+
+    turns = [*["warm"] * WARM_UPS, "memory", "count", *["time"] * repeats]
+    found: dict[str, list[dict[str, Any]]] = {trial.method: [] for trial in trials}
+    processes: list[Process] = []
+    try:
+        processes += [Process(setting, trial, threads) for trial in trials]
+        with tqdm(total=len(turns) * len(trials), desc="measuring", unit="batch", leave=False) as bar:
+            for turn in turns:
+                for process in processes:
+                    bar.set_postfix_str(process.name, refresh=False)
+                    found[process.name].append(process.ask(turn))
+                    bar.update()
+    finally:
+        for process in processes:
+            process.close()
+    return found
+
+
+def rows_of(
+    setting: Setting,
+    stream: Stream,
+    trials: Sequence[Trial],
+    found: Mapping[str, Sequence[Mapping[str, Any]]],
+    here: Environment,
+) -> list[Row]:
+    """The rows of what `measure` found, with the paper's count beside it."""
+    x = next(full_batches(stream, setting.batch))
+    count = paper_count(setting.build(), tuple(x.shape))
+    rows = []
+    for trial in trials:
+        turns = found[trial.method]
+        ratios = next(turn["ratios"] for turn in turns if "ratios" in turn)
+        values = {metric: [turn[metric] for turn in turns if metric in turn] for metric in UNITS}
+        values["paper_cache"] = [count(trial.method, ratios)]
+        case = {"setting": setting.case(stream), "options": trial.options, "lr": trial.lr, "input": list(x.shape)}
+        for metric, samples in values.items():
+            if samples:
+                p20, p50, p80 = spread(samples)
+                fields = (metric, UNITS[metric], p50, p20, p80, len(samples), "", "", here)
+                rows.append(Row(BENCHMARK, case, trial.method, *fields))
+    return rows
+
+
+def paper_count(model: nn.Module, shape: tuple[int, ...]) -> Callable[[str, Mapping[str, float]], int]:
+    """The paper's accounting: inputs of conv, linear and norm layers, as a function of method and ratios."""
+    layers = plan(model.eval(), shape, train=lambda name, parameter: False).layers
+
+    def count(method: str, ratios: Mapping[str, float]) -> int:
+        if method in FORWARD_ONLY:
+            return arithmetic.largest_bytes(layers)
+        if method == "checkpoint":
+            return checkpointing_bytes(layers)
+        return arithmetic.paper_cache_bytes(layers, ratios, kind="norm" if method in NORM_ONLY else None)
+
+    return count
+
+
+def serve() -> None:
+    """A line that says what to measure, then one line in, one batch, one line out."""
+    asked = json.loads(sys.stdin.readline())
+    worker = Worker(Setting(**asked["setting"]), Trial(**asked["trial"]), asked["threads"])
+    for line in sys.stdin:
+        print(json.dumps(worker.turn(line.strip())), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

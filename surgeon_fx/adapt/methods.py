@@ -1,0 +1,214 @@
+"""The methods: forward only, trained in eager, trained with less memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgeon_fx.adapt.augment import augment as default_augment
+from surgeon_fx.adapt.base import Adapter, Step
+from surgeon_fx.adapt.shift import Shift
+from surgeon_fx.api import MARK, ratios, transform
+from surgeon_fx.blocks import checkpointed_blocks
+from surgeon_fx.importance import SAMPLES, Importance, refresh
+from surgeon_fx.kernels.layout import check_ratio
+from surgeon_fx.losses import certain_entropy, consistency, entropy, logits_of
+from surgeon_fx.planner.facts import Trains
+
+NORM_LR = 1e-3  # norm layers bear more than the whole network does
+CONSISTENCY = 0.01  # weight of the consistency term, per class
+
+
+def _nothing(name: str, parameter: nn.Parameter) -> bool:
+    return False
+
+
+class Source(Adapter):
+    """The model as it is, in evaluation mode."""
+
+    statistics = False
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, train=_nothing)
+
+
+class BNStat(Adapter):
+    """Batch norms use the statistics of the batch, mixed with the source's by `prior`; nothing is trained."""
+
+    def __init__(self, model: nn.Module, *, prior: float = 0.0) -> None:
+        super().__init__(model, train=_nothing, prior=prior)
+        self._needs_batch_norm()
+
+
+class FullTuning(Adapter):
+    """Entropy of the predictions, by every parameter that requires a gradient, in plain eager autograd."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._needs(bool(self.trained), "has nothing to train: no parameter requires a gradient")
+
+
+class Tent(Adapter):
+    """Entropy of the predictions, by the weights and biases of norm layers (Wang et al., ICLR 2021), in eager."""
+
+    lr = NORM_LR
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **{"train": "norm", **options})
+        self._needs(bool(self.trained), "trains norm layers, and this model has none with weights: try FullTuning")
+
+
+class Checkpointed(FullTuning):
+    """Full tuning with gradient checkpointing: each block keeps its inputs alone and runs again in backward."""
+
+    @contextlib.contextmanager
+    def _adapting(self) -> Iterator[None]:
+        with super()._adapting(), checkpointed_blocks(self.model):
+            yield
+
+
+class StaticSparsity(FullTuning):
+    """Full tuning with one ratio for every layer, as DropIT and BackRazor have it, in memory that is really freed."""
+
+    def __init__(self, model: nn.Module, *, ratio: float = 0.9, **options: Any) -> None:
+        super().__init__(_transformed(model), **options)
+        self.ratio = check_ratio(ratio)
+
+    def _learn(self, x: Any) -> Any:
+        ratios(self.model).fill(self.ratio)
+        return super()._learn(x)
+
+    def _settings(self) -> str:
+        return f", ratio {self.ratio:g}"
+
+
+class Surgeon(Adapter):
+    """Activations pruned layer by layer at ratios that follow the data (SURGEON, CVPR 2025, Algorithm 1).
+
+    `norm_only` trains norm layers alone. `css` learns from certain predictions, the surest most; `cr` adds consistency
+    with an augmented view of the batch, made by `augment` (default: for images with pixels in [0, 1]), one graph at a
+    time. The importance pass runs on `samples` of a batch at `static_ratio`: before every batch, or every `every`-th
+    (None: the first), and with `on_shift` when the inputs no longer look like those of the last pass (True, or the
+    threshold of `adapt.shift.Shift`). `seed` is that of the samples chosen and of the augmentation.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        norm_only: bool = False,
+        css: bool = False,
+        cr: bool = False,
+        samples: int | None = SAMPLES,
+        static_ratio: float = 0.9,
+        every: int | None = 1,
+        on_shift: bool | float = False,
+        augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
+        train: Trains = None,
+        lr: float | None = None,
+        optimizer: Any = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"every must be 1 or more, or None for the first batch alone, got {every}")
+        if css and "loss_fn" in options:
+            raise ValueError("css chooses samples by their entropy and brings its own loss: leave out loss_fn or css")
+        if augment is not None and not cr:
+            raise ValueError("augment is the view that cr compares with: set cr=True")
+        if norm_only and train is not None:
+            raise ValueError("norm_only says what is trained: leave out train")
+        self.norm_only, self.css, self.cr = norm_only, css, cr
+        self.samples, self.static_ratio = samples, check_ratio(static_ratio)
+        self.every, self.shift = every, Shift() if on_shift is True else Shift(on_shift) if on_shift else None
+        self.augment = augment or default_augment
+        self.importance: Importance | None = None
+        self.batches = 0
+        self.generator = torch.Generator().manual_seed(seed)
+        if lr is None and optimizer is None:
+            lr = NORM_LR if norm_only else self.lr
+        train = "norm" if norm_only else train
+        model = _transformed(model)
+        ratios(model).fill(self.static_ratio)  # until the first pass has had its say
+        super().__init__(model, lr=lr, optimizer=optimizer, train=train, **options)
+        self._needs(bool(self.trained), "has nothing to train" + (": no norm layer has weights" if norm_only else ""))
+
+    def _learn(self, x: Any) -> Any:
+        due = self._due(x)
+        if due:
+            self.importance = refresh(
+                self.model,
+                x,
+                entropy if self.css else self._needed_loss,
+                samples=self.samples,
+                static_ratio=self.static_ratio,
+                generator=self.generator,
+            )
+        self.batches += 1
+        self._selected: int | None = None
+        output = self._learn_consistent(x) if self.cr else super()._learn(x)
+        self.last = Step(self.last.loss, self.last.skipped, due, self._selected)
+        return output
+
+    def _needed_loss(self, output: Any) -> Tensor:
+        """An importance pass has to look at something: where the loss chose nothing, at the entropy."""
+        loss = self.loss_fn(output)
+        return entropy(output) if loss is None else loss
+
+    def _due(self, x: Any) -> bool:
+        shifted = self.shift is not None and self.shift(x)
+        return shifted or not self.batches or (self.every is not None and self.batches % self.every == 0)
+
+    def _loss(self, output: Any) -> Tensor | None:
+        if not self.css:
+            return self.loss_fn(output)
+        loss, self._selected = certain_entropy(output)
+        return loss
+
+    def _learn_consistent(self, x: Any) -> Any:
+        """Both views get their gradient, and only one graph is alive at a time: the other view stands in as numbers."""
+        view = self.augment(x, self.generator)
+        with torch.no_grad():
+            other = logits_of(self.model(view)).clone()
+        output = self.model(x)
+        weight = CONSISTENCY * other.shape[1]
+        loss, term = self._loss(output), weight * consistency(output, other)
+        self._zero_grad()
+        self.last = self._backward(term if loss is None else loss + term)
+        del loss, term
+        fixed = logits_of(output).detach()
+        if not self.last.skipped:
+            (weight * consistency(fixed, self.model(view))).backward()
+        self._update()
+        return output
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "ratios": dict(ratios(self.model)),
+            "batches": self.batches,
+            "generator": self.generator.get_state(),
+            "shift": None if self.shift is None else self.shift.reference,
+        }
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        ratios(self.model).update(state["ratios"])
+        self.batches = state["batches"]
+        self.generator.set_state(state["generator"])
+        self.importance = None
+        if self.shift is not None:
+            self.shift.reference = state["shift"]
+
+    def _settings(self) -> str:
+        chosen = [name for name in ("norm_only", "css", "cr") if getattr(self, name)]
+        when = (
+            "the first batch" if self.every is None else "every batch" if self.every == 1 else f"{self.every} batches"
+        )
+        return f", {', '.join([*chosen, f'refresh at {when}'])}" + (" and on shift" if self.shift else "")
+
+
+def _transformed(model: nn.Module) -> nn.Module:
+    return model if MARK in getattr(model, "__dict__", {}) else transform(model)

@@ -1,0 +1,258 @@
+"""The importance pass: how much each layer's activation is worth keeping, on the data at hand.
+
+One forward and backward of a few samples gives G, the root mean square of each layer's weight gradient, and the sizes
+of the layers' inputs give M = -log(m / sum of m). I = (M / max M) * (G / max G); p = 1 - I / max I are the ratios.
+
+The pass runs over aliases of the parameters and copies of the buffers, so nobody's `.grad`, hooks or running statistics
+see it; each weight gradient is reduced to a number as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from surgeon_fx.api import MARK, ratios
+from surgeon_fx.kernels.layout import check_ratio
+from surgeon_fx.losses import entropy
+from surgeon_fx.planner.arithmetic import activation_memory, max_normalised
+
+SAMPLES = 10
+
+
+@dataclass(frozen=True)
+class Importance:
+    """What a pass found, by layer name and under the paper's names: G, M, I and the ratios p.
+
+    Layers without a weight gradient are missing from G, M and I; in `p` they follow the trained layer before them.
+    """
+
+    G: dict[str, float]
+    M: dict[str, float]
+    I: dict[str, float]  # noqa: E741
+    p: dict[str, float]
+
+    def __str__(self) -> str:
+        from tabulate import tabulate
+
+        rows = [[name, self.G[name], self.M[name], self.I[name], self.p[name]] for name in self.G]
+        return tabulate(rows, ["layer", "G", "M", "I", "p"], floatfmt=("", ".3g", ".2f", ".3f", ".3f"))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Importance:
+        return Importance(**json.loads(text))
+
+    def plot(self, path: str | Path) -> None:
+        """Draws G, M and I over their maxima, and the share kept, along the network."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        axis = figure.add_subplot()
+        for label, values, color in (("G", self.G, "#c44e52"), ("M", self.M, "#8c8c8c"), ("I", self.I, "#2c5f8a")):
+            axis.plot(list(max_normalised(values).values()), label=label, color=color, linewidth=1.2)
+        kept = [1 - self.p[name] for name in self.G]
+        axis.fill_between(range(len(kept)), kept, color="#c9d7e8", label="share kept, 1 - p", step="mid")
+        axis.set_xlabel("layer")
+        axis.set_ylabel("share of the largest")
+        axis.legend(frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=150)
+
+
+def importance_of(
+    gradients: Mapping[str, float], sizes: Mapping[str, int], gradient: bool = True, memory: bool = True
+) -> Importance:
+    """The paper's equations on numbers: G and m to M, I and p. `gradient` and `memory` leave a factor out."""
+    memories = activation_memory({name: sizes[name] for name in gradients})
+    first, second = max_normalised(gradients), max_normalised(memories)
+    both = {name: (first[name] if gradient else 1.0) * (second[name] if memory else 1.0) for name in gradients}
+    return Importance(
+        dict(gradients), memories, both, {name: 1 - share for name, share in max_normalised(both).items()}
+    )
+
+
+def refresh(
+    model: nn.Module,
+    inputs: Any,
+    loss_fn: Callable[[Any], Tensor] = entropy,
+    *,
+    samples: int | None = SAMPLES,
+    static_ratio: float = 0.9,
+    gradient: bool = True,
+    memory: bool = True,
+    generator: torch.Generator | None = None,
+) -> Importance:
+    """Finds how important each layer of a transformed model is on a batch, and writes the ratios that follow.
+
+    `inputs` is what the model is called with: a tensor, a tuple of arguments or a dict of named ones. The pass runs in
+    the model's present mode, on `samples` of the batch chosen at random (None: all), with `static_ratio` of every
+    activation dropped. `gradient=False` and `memory=False` leave a factor out, as the paper's ablations do. Afterwards
+    nothing but the ratio table has changed; where gradients are missing or not finite it is left alone, with a warning.
+    """
+    table, shared = ratios(model), model.__dict__[MARK]
+    check_ratio(static_ratio)
+    if samples is not None and samples < 1:
+        raise ValueError(f"samples must be at least 1, or None for the whole batch, got {samples}")
+    if not gradient and not memory:
+        raise ValueError("gradient and memory cannot both be left out: nothing would tell layers apart")
+    if generator is None:
+        generator = shared.generator = shared.generator or torch.Generator().manual_seed(torch.initial_seed())
+    weights = {name: trained for name, layer in shared.layers.items() if (trained := _weights(layer))}
+    if not weights:
+        raise ValueError("no rewritten layer has a weight that requires a gradient: there is nothing to train")
+    before = dict(table)
+    sizes: dict[str, int] = {}
+    try:
+        table.fill(static_ratio)
+        with _unseen(), _sizes(shared.layers, sizes), torch.inference_mode(False), torch.enable_grad():
+            squares = _gradient_squares(model, _some(inputs, samples, generator), loss_fn, weights)
+    finally:
+        table.update(before)
+    counts = {name: sum(weight.numel() for weight in own) for name, own in weights.items()}
+    gradients = {name: math.sqrt(squares[name] / counts[name]) for name in weights if name in squares}
+    if not gradients or not all(map(math.isfinite, gradients.values())):
+        what = "gradients that are not finite" if gradients else "no gradient of any layer's weight"
+        warnings.warn(f"refresh found {what} and left the ratios as they were", stacklevel=2)
+        return Importance({}, {}, {}, before)
+    usual = sum(sizes.values()) // max(len(sizes), 1)
+    sizes |= {name: usual for name in gradients if name not in sizes}  # called by its weight, not as a module
+    found = importance_of(gradients, sizes, gradient, memory)
+    table.update(_for_everyone(found.p, table))
+    return Importance(found.G, found.M, found.I, dict(table))
+
+
+def _weights(layer: nn.Module) -> list[nn.Parameter]:
+    """What a layer's gradient is taken of: its weights, those behind a parametrization too, and no biases."""
+    named = [*layer.named_parameters(recurse=False)]
+    if "parametrizations" in layer._modules:
+        named += layer.parametrizations.named_parameters()  # type: ignore[union-attr]
+    return [parameter for name, parameter in named if "bias" not in name and parameter.requires_grad]
+
+
+def _gradient_squares(
+    model: nn.Module, inputs: Any, loss_fn: Callable[[Any], Tensor], weights: Mapping[str, list[nn.Parameter]]
+) -> dict[str, float]:
+    """The sum of squares of each layer's weight gradient, over aliases of the parameters."""
+    aliases = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in model.parameters()}
+    state: dict[str, Tensor] = {f"model.{name}": aliases[id(p)] for name, p in model.named_parameters()}
+    state |= {f"model.{name}": buffer.clone() for name, buffer in model.named_buffers()}
+    wanted = {id(p): aliases[id(p)] for own in weights.values() for p in own}
+    norms: dict[int, Tensor] = {}
+
+    def reduce(key: int) -> Callable[[Tensor], Tensor]:
+        def hook(grad: Tensor) -> Tensor:
+            norms[key] = torch.linalg.vector_norm(grad, dtype=torch.float32)
+            return grad.new_zeros(()).expand_as(grad)  # what is handed back takes no memory
+
+        return hook
+
+    for key, alias in wanted.items():
+        alias.register_hook(reduce(key))
+    functional_call(_Pass(model, loss_fn, list(wanted.values())), state, (inputs,))
+    found = dict(zip(norms, torch.stack([*norms.values()]).double().tolist(), strict=True)) if norms else {}
+    return {
+        name: sum(found[id(p)] ** 2 for p in own if id(p) in found)
+        for name, own in weights.items()
+        if any(id(p) in found for p in own)
+    }
+
+
+class _Pass(nn.Module):
+    """Forward, loss and backward in one call: also what runs again in backward sees the aliases."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any], Tensor], wanted: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+        self.__dict__["wanted"] = wanted
+
+    def forward(self, inputs: Any) -> None:
+        args, named = (
+            (inputs, {}) if isinstance(inputs, tuple) else ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
+        )
+        loss = self.loss_fn(self.model(*args, **named))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError("loss_fn must return a tensor with one element")
+        if loss.requires_grad:
+            torch.autograd.grad(loss, self.__dict__["wanted"], allow_unused=True)
+
+
+def _some(inputs: Any, samples: int | None, generator: torch.Generator) -> Any:
+    """A random choice of a batch's samples, in copies that autograd may keep."""
+    tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()]
+    if not tensors:
+        raise ValueError("inputs must hold a tensor with a batch dimension")
+    batch = tensors[0].shape[0]
+    if not batch:
+        raise ValueError("inputs must hold at least one sample, got an empty batch")
+    chosen = torch.randperm(batch, generator=generator)[: samples or batch].sort().values
+
+    def pick(x: Tensor) -> Tensor:
+        return x.detach().index_select(0, chosen.to(x.device)) if x.dim() and x.shape[0] == batch else x.detach()
+
+    return tree_map_only(Tensor, pick, inputs)
+
+
+def _for_everyone(found: Mapping[str, float], names: Mapping[str, float]) -> dict[str, float]:
+    """Ratios for layers without a weight gradient too: functions behind a frozen layer follow what trains before it."""
+    filled: dict[str, float] = {}
+    last = 0.0
+    for name in names:
+        last = found.get(name, last)
+        filled[name] = last
+    return filled
+
+
+@contextlib.contextmanager
+def _sizes(layers: Mapping[str, nn.Module], found: dict[str, int]) -> Iterator[None]:
+    """Counts the elements of each layer's input, over all its calls."""
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, named: Any) -> None:
+            x = next((x for x in tree_leaves((args, named)) if isinstance(x, Tensor)), None)
+            if x is not None:
+                found[name] = found.get(name, 0) + x.numel()
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(count(name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """Random number generators end as they began: torch's on every device in use, Python's and NumPy's."""
+    numpy = sys.modules.get("numpy")
+    python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
+    with contextlib.ExitStack() as stack:
+        for kind in ("cuda", "xpu", "mps"):
+            module = getattr(torch, kind)
+            if module.is_available() and getattr(module, "is_initialized", lambda: True)():
+                devices = range(module.device_count()) if kind != "mps" else [0]
+                stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+        stack.enter_context(torch.random.fork_rng([]))
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(arrays)
