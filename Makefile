@@ -8,8 +8,7 @@ READY = $(VENV)/.ready
 .PHONY: demo test lint types install clean
 
 demo: $(READY)
-	$(BIN)/surgeon-fx doctor
-	$(BIN)/python bench/kernels.py --quick
+	$(BIN)/python bench/demo.py
 
 test: lint types
 	$(BIN)/pytest

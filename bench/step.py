@@ -189,22 +189,21 @@ def plot(rows: list[Row], path: Path) -> None:
 
     tiers = list(dict.fromkeys(row.provider for row in rows))
     value = {(row.provider, row.metric): row.p50 or 0.0 for row in rows}
-    figure, (memory, seconds) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    figure, (memory, seconds) = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
     places = range(len(tiers))
     memory.barh(places, [value.get((t, "peak"), 0) / MIB for t in tiers], color="#c9d7e8", label="peak")
     memory.barh(places, [value.get((t, "held"), 0) / MIB for t in tiers], color="#3b6ea5", height=0.5, label="held")
     memory.set_xlabel("MiB, as the system counts them")
-    memory.legend(frameon=False)
     forward = [value.get((t, "forward"), 0) for t in tiers]
     seconds.barh(places, forward, color="#3b6ea5", label="forward")
     seconds.barh(
         places, [value.get((t, "backward"), 0) for t in tiers], left=forward, color="#c9d7e8", label="backward"
     )
     seconds.set_xlabel("seconds a step")
-    seconds.legend(frameon=False)
     for axis in (memory, seconds):
         axis.set_yticks(list(places), tiers)
         axis.invert_yaxis()
+        axis.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{rows[0].case['model']}, {'x'.join(map(str, rows[0].case['shape']))}", fontsize=10)
     figure.savefig(path, dpi=150)

@@ -5,6 +5,7 @@ import functools
 import gc
 import math
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +16,24 @@ import surgeon_fx
 from surgeon_fx import adapt
 from surgeon_fx.adapt.augment import augment
 from surgeon_fx.adapt.shift import Shift
+from surgeon_fx.adapt.stream import open_stream
 from surgeon_fx.blocks import blocks
 from surgeon_fx.losses import certain_entropy, consistency, entropies
 from surgeon_fx.retained import retained_bytes
 
+CORRUPTED = Path(__file__).parents[2] / "shared" / "data" / "cifar10c"
 LEARNING = [name for name in adapt.METHODS if name not in ("source", "bn_stat")]
+
+
+class Unit(nn.Module):
+    """What checkpointing takes as one."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6)
+
+    def forward(self, x):
+        return self.norm(self.conv(x)).relu()
 
 
 class Small(nn.Module):
@@ -28,7 +42,7 @@ class Small(nn.Module):
     def __init__(self, classes=3):
         super().__init__()
         self.conv, self.norm, self.act = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(inplace=True)
-        self.blocks = nn.Sequential(nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.ReLU()))
+        self.blocks = nn.Sequential(Unit())
         self.drop, self.head = nn.Dropout(0.5), nn.Linear(6, classes)
         nn.init.normal_(self.head.weight, std=5.0)  # sure of some samples
 
@@ -89,7 +103,7 @@ def test_predictions_are_those_before_the_update(model, x):
     reference = copy.deepcopy(model).eval()
     expected = reference(x)
     assert torch.equal(adapt.Source(copy.deepcopy(model))(x), expected)
-    for norm in (reference.norm, reference.blocks[0][1]):
+    for norm in (reference.norm, reference.blocks[0].norm):
         norm.train()
     expected = reference(x)
     assert torch.equal(adapt.BNStat(copy.deepcopy(model))(x), expected)
@@ -100,7 +114,7 @@ def test_predictions_are_those_before_the_update(model, x):
 def test_step_is_that_of_plain_torch(model, x):
     """Full tuning, checkpointing and a Surgeon that prunes nothing: the update of a loop written out."""
     reference = copy.deepcopy(model).eval()
-    for norm in (reference.norm, reference.blocks[0][1]):
+    for norm in (reference.norm, reference.blocks[0].norm):
         norm.train()
     optimizer = torch.optim.Adam(reference.parameters(), lr=1e-2)
     for _ in range(3):
@@ -116,11 +130,12 @@ def test_step_is_that_of_plain_torch(model, x):
         for name, parameter in own.named_parameters():
             assert torch.equal(parameter, expected[name]), (method, name)
         assert own.norm.num_batches_tracked == 0
+        assert "forward" not in own.blocks[0].__dict__
 
 
 def test_tent_trains_norms_alone(model, x):
     adapter = adapt.Tent(model)
-    assert set(adapter.trained) == {"norm.weight", "norm.bias", "blocks.0.1.weight", "blocks.0.1.bias"}
+    assert set(adapter.trained) == {"norm.weight", "norm.bias", "blocks.0.norm.weight", "blocks.0.norm.bias"}
     assert set(adapt.Surgeon(model, norm_only=True).trained) == set(adapter.trained)
     for method in (adapt.Tent, functools.partial(adapt.Surgeon, norm_only=True)):
         with pytest.raises(ValueError, match="norm"):
@@ -227,7 +242,7 @@ def test_consistency_is_the_gradient_of_both_views(model, x):
         return y.flip(3) * 0.9
 
     reference = copy.deepcopy(model).eval()
-    for norm in (reference.norm, reference.blocks[0][1]):
+    for norm in (reference.norm, reference.blocks[0].norm):
         norm.train()
     out, other = reference(x), reference(view(x, None))
     (surgeon_fx.entropy(out) + 0.01 * 3 * consistency(out, other)).backward()
@@ -264,7 +279,9 @@ def test_augmentation(x):
 
 def test_segmentation_and_models_without_batch_norm(x):
     torch.manual_seed(0)
-    for name in ("tent", "full", "checkpoint", "static", "surgeon", "surgeon_norm", "surgeon_css", "surgeon_css_cr"):
+    with pytest.raises(ValueError, match="no blocks"):
+        adapt.Checkpointed(Pixels())
+    for name in (name for name in LEARNING if name != "checkpoint"):
         adapter = adapt.METHODS[name](Pixels())
         assert adapter(x[:2])["out"].shape == (2, 4, 12, 12)
         build, shape = MODELS["attention"]
@@ -357,6 +374,17 @@ def test_shift_on_other_inputs():
     assert shift(torch.randn(4, 5, 6))  # of other channels
     with pytest.raises(ValueError, match="floating-point"):
         shift(torch.arange(10))
+
+
+@pytest.mark.skipif(not CORRUPTED.exists(), reason="the corrupted CIFAR-10 images are not beside the checkout")
+def test_shift_on_real_corruptions():
+    """In batches of 200, every change of look is told once, and nothing inside a corruption is."""
+    shift, told = Shift(), {}
+    for domain in open_stream(CORRUPTED).domains:
+        told[domain.name] = [shift(x) for x, _ in domain.batches(200)]
+    assert not any(any(batches[1:]) for batches in told.values())
+    alike = {"shot_noise", "zoom_blur", "pixelate", "jpeg_compression"}  # each like the one before
+    assert {name for name, batches in told.items() if not batches[0]} == alike
 
 
 @pytest.mark.parametrize("name", ["surgeon", "surgeon_norm", "surgeon_css_cr"])

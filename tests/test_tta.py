@@ -23,15 +23,24 @@ SCRIPT = ROOT / "bench" / "tta.py"
 REAL = ROOT.parent / "shared" / "data"
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return self.bn(self.conv(x)).relu()
+
+
 class Tiny(nn.Module):
-    """A convolution, a norm and a classifier."""
+    """A block of a convolution and a norm, and a classifier."""
 
     def __init__(self):
         super().__init__()
-        self.conv, self.bn, self.fc = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Linear(4, 7)
+        self.blocks, self.fc = nn.Sequential(Block()), nn.Linear(4, 7)
 
     def forward(self, x):
-        return self.fc(self.bn(self.conv(x)).relu().mean((2, 3)))
+        return self.fc(self.blocks(x).mean((2, 3)))
 
 
 @pytest.fixture

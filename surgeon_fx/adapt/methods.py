@@ -13,7 +13,7 @@ from surgeon_fx.adapt.augment import augment as default_augment
 from surgeon_fx.adapt.base import Adapter, Step
 from surgeon_fx.adapt.shift import Shift
 from surgeon_fx.api import MARK, ratios, transform
-from surgeon_fx.blocks import checkpointed_blocks
+from surgeon_fx.blocks import blocks, checkpointed_blocks
 from surgeon_fx.importance import SAMPLES, Importance, refresh
 from surgeon_fx.kernels.layout import check_ratio
 from surgeon_fx.losses import certain_entropy, consistency, entropy, logits_of
@@ -64,6 +64,10 @@ class Tent(Adapter):
 
 class Checkpointed(FullTuning):
     """Full tuning with gradient checkpointing: each block keeps its inputs alone and runs again in backward."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._needs(bool(blocks(model)), "found no blocks: modules of two layers or more in a Sequential or ModuleList")
 
     @contextlib.contextmanager
     def _adapting(self) -> Iterator[None]:
