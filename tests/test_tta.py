@@ -92,7 +92,7 @@ def test_ratios_are_kept_per_layer_and_pass(folder):
     found = [row for row in rows() if row.metric == "ratios"]
     assert [row.provider for row in found] == ["surgeon", "surgeon"]
     first, second = (row.case for row in found)
-    assert first["layers"] == ["model.conv", "model.bn", "model.fc"]
+    assert first["layers"] == ["model.blocks.0.conv", "model.blocks.0.bn", "model.fc"]
     assert first["batches"] == [0, 2]  # of six batches, every other
     assert second["batches"] == [1]
     assert all(len(ratios) == 3 and all(0 <= ratio <= 1 for ratio in ratios) for ratios in first["ratios"])
