@@ -369,3 +369,16 @@ def test_adapting_batch_statistics_helps_on_real_fog(tmp_path):
     found = rows(tmp_path / "tta.jsonl")
     source, tent = (sum(row.p50 for row in found if row.provider == method) / 2 for method in ("source", "tent"))
     assert tent < source < 80
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="needs shared/data beside the repository: CIFAR-10-C and weights")
+def test_the_transformer_in_the_repository_knows_clean_images_and_adapts(tmp_path):
+    """`bench/train_vit.py` wrote its weights: four of five clean images are right."""
+    weights = ROOT / "bench" / "weights" / "vit_cifar.safetensors"
+    assert weights.stat().st_size < 5e6
+    command = ["adapt", "--data", str(REAL / "cifar10c"), "--model", "vit_cifar", "--weights", str(weights)]
+    command += ["--corruptions", "clean,fog", "--limit", "200", "--batch", "100", "--no-measure"]
+    assert main([*command, "--method", "source,surgeon", "--json", str(tmp_path / "tta.jsonl")]) == 0
+    found = {(row.provider, row.case["corruption"]): row.p50 for row in rows(tmp_path / "tta.jsonl")}
+    assert found["source", "clean"] < 30
+    assert found["surgeon", "clean"] < 30
