@@ -145,14 +145,14 @@ def fake(folder, monkeypatch):
 
 def test_the_better_learning_rate_is_chosen(fake, capsys):
     assert adapt("--method", "full", "--lr", "grid", "--select", "1", "--seeds", "4,5") == 0
-    assert Fake.built[1:] == [3e-5, 1e-4, 3e-4, 3e-4, 3e-4]  # after the one that was built to see whether it fits
-    assert Fake.batches == 3 * 3 + 2 * 6
+    assert Fake.built[1:] == [1e-5, 3e-5, 1e-4, 3e-4, 3e-4, 3e-4]  # after the one that was built to see whether it fits
+    assert Fake.batches == 4 * 3 + 2 * 6
     selected = [row for row in rows() if row.metric == "selection"]
     assert {(row.case["seed"], row.case["corruption"]) for row in selected} == {(4, "gaussian_noise")}
     assert {row.case["lr"] for row in rows() if row.metric == "error"} == {3e-4}
     out = capsys.readouterr().out
     assert re.search(r"^full +0.0003 +0.0 +0.0 +0.00 \+- 0.00$", out, re.MULTILINE)
-    assert re.search(r"^full +80.00 +80.00 +0.00 \*$", out, re.MULTILINE)
+    assert re.search(r"^full +80.00 +80.00 +80.00 +0.00 \*$", out, re.MULTILINE)
     assert "mean error in % on Gauss by learning rate" in out
 
 

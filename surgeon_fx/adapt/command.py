@@ -18,7 +18,7 @@ from surgeon_fx.adapt.runs import BENCHMARK, FORWARD_ONLY, NORM_ONLY, Runner, Se
 from surgeon_fx.planner.methods import parse_size
 from surgeon_fx.records import Row, RowWriter, environment, read_rows
 
-GRIDS = {"all": (3e-5, 1e-4, 3e-4), "norm": (3e-4, 1e-3, 3e-3)}
+GRIDS = {"all": (1e-5, 3e-5, 1e-4, 3e-4), "norm": (1e-4, 3e-4, 1e-3, 3e-3)}
 USUAL = {"all": 1e-4, "norm": 1e-3}
 IMAGENET_CLASSES = 1000
 SELECT = 3  # corruptions that decide on a learning rate
