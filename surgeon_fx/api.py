@@ -46,6 +46,8 @@ def transform(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule":  # its forward is fixed, and would be that of the model itself
+            raise ValueError("model is compiled: transform it first, then call torch.compile on the result")
         if MARK in module.__dict__:
             what = f"its part {name}" if name else "model"
             raise ValueError(f"{what} is already transformed; change its ratios through surgeon_fx.ratios(...)")

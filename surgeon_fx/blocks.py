@@ -22,7 +22,8 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
         for key, child in module.named_children():
             path = f"{name}.{key}" if name else key
             if repeated and not isinstance(child, CONTAINERS) and _layers(child) > 1:
-                found[path] = child
+                if all(child is not other for other in found.values()):
+                    found[path] = child
             else:
                 visit(child, path)
 
@@ -49,11 +50,11 @@ def checkpoint_blocks(model: nn.Module) -> nn.Module:
 def checkpointed_blocks(model: nn.Module) -> Iterator[None]:
     """`checkpoint_blocks`, and back to how it was."""
     before = [(block, block.__dict__.get("forward")) for block in blocks(model).values()]
-    checkpoint_blocks(model)
     try:
+        checkpoint_blocks(model)
         yield
     finally:
         for block, forward in before:
-            block.__dict__.pop("forward")
+            block.__dict__.pop("forward", None)
             if forward is not None:
                 block.__dict__["forward"] = forward

@@ -3,8 +3,8 @@
 One forward and backward of a few samples gives G, the root mean square of each layer's weight gradient, and the sizes
 of the layers' inputs give M = -log(m / sum of m). I = (M / max M) * (G / max G); p = 1 - I / max I are the ratios.
 
-The pass runs over aliases of the parameters and copies of the buffers, so nobody's `.grad`, hooks or running statistics
-see it; each weight gradient is reduced to a number as soon as it is there.
+The pass runs over aliases of the parameters and copies of the buffers, so nobody's `.grad`, parameter hooks or running
+statistics see it; each weight gradient is reduced to a number as soon as it is there.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from surgeon_fx.api import MARK, ratios
+from surgeon_fx.inputs import batch_size, call, first_tensor, on_one_device
 from surgeon_fx.kernels.layout import check_ratio
 from surgeon_fx.losses import entropy
 from surgeon_fx.planner.arithmetic import activation_memory, max_normalised
@@ -90,7 +91,7 @@ def importance_of(
 def refresh(
     model: nn.Module,
     inputs: Any,
-    loss_fn: Callable[[Any], Tensor] = entropy,
+    loss_fn: Callable[[Any], Tensor | None] = entropy,
     *,
     samples: int | None = SAMPLES,
     static_ratio: float = 0.9,
@@ -103,7 +104,8 @@ def refresh(
     `inputs` is what the model is called with: a tensor, a tuple of arguments or a dict of named ones. The pass runs in
     the model's present mode, on `samples` of the batch chosen at random (None: all), with `static_ratio` of every
     activation dropped. `gradient=False` and `memory=False` leave a factor out, as the paper's ablations do. Afterwards
-    nothing but the ratio table has changed; where gradients are missing or not finite it is left alone, with a warning.
+    nothing but the ratio table has changed; where gradients are missing or not finite it is left alone, with a warning,
+    and where `loss_fn` returns None without one. Without a `generator` the model has one of its own.
     """
     table, shared = ratios(model), model.__dict__[MARK]
     check_ratio(static_ratio)
@@ -114,8 +116,6 @@ def refresh(
     if generator is None:
         generator = shared.generator = shared.generator or torch.Generator().manual_seed(torch.initial_seed())
     weights = {name: trained for name, layer in shared.layers.items() if (trained := _weights(layer))}
-    if not weights:
-        raise ValueError("no rewritten layer has a weight that requires a gradient: there is nothing to train")
     before = dict(table)
     sizes: dict[str, int] = {}
     try:
@@ -124,6 +124,9 @@ def refresh(
             squares = _gradient_squares(model, _some(inputs, samples, generator), loss_fn, weights)
     finally:
         table.update(before)
+        torch.clear_autocast_cache()  # of casts of the aliases
+    if squares is None:
+        return Importance({}, {}, {}, before)
     counts = {name: sum(weight.numel() for weight in own) for name, own in weights.items()}
     gradients = {name: math.sqrt(squares[name] / counts[name]) for name in weights if name in squares}
     if not gradients or not all(map(math.isfinite, gradients.values())):
@@ -146,9 +149,9 @@ def _weights(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _gradient_squares(
-    model: nn.Module, inputs: Any, loss_fn: Callable[[Any], Tensor], weights: Mapping[str, list[nn.Parameter]]
-) -> dict[str, float]:
-    """The sum of squares of each layer's weight gradient, over aliases of the parameters."""
+    model: nn.Module, inputs: Any, loss_fn: Callable[[Any], Tensor | None], weights: Mapping[str, list[nn.Parameter]]
+) -> dict[str, float] | None:
+    """The sum of squares of each layer's weight gradient, over aliases of the parameters; None without a loss."""
     aliases = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in model.parameters()}
     state: dict[str, Tensor] = {f"model.{name}": aliases[id(p)] for name, p in model.named_parameters()}
     state |= {f"model.{name}": buffer.clone() for name, buffer in model.named_buffers()}
@@ -157,15 +160,17 @@ def _gradient_squares(
 
     def reduce(key: int) -> Callable[[Tensor], Tensor]:
         def hook(grad: Tensor) -> Tensor:
-            norms[key] = torch.linalg.vector_norm(grad, dtype=torch.float32)
+            half = grad.dtype in (torch.float16, torch.bfloat16)
+            norms[key] = torch.linalg.vector_norm(grad, dtype=torch.float32 if half else None).double()
             return grad.new_zeros(()).expand_as(grad)  # what is handed back takes no memory
 
         return hook
 
     for key, alias in wanted.items():
         alias.register_hook(reduce(key))
-    functional_call(_Pass(model, loss_fn, list(wanted.values())), state, (inputs,))
-    found = dict(zip(norms, torch.stack([*norms.values()]).double().tolist(), strict=True)) if norms else {}
+    if not functional_call(_Pass(model, loss_fn, list(wanted.values())), state, (inputs,)):
+        return None
+    found = dict(zip(norms, on_one_device(norms.values()).tolist(), strict=True)) if norms else {}
     return {
         name: sum(found[id(p)] ** 2 for p in own if id(p) in found)
         for name, own in weights.items()
@@ -176,31 +181,27 @@ def _gradient_squares(
 class _Pass(nn.Module):
     """Forward, loss and backward in one call: also what runs again in backward sees the aliases."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Any], Tensor], wanted: list[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any], Tensor | None], wanted: list[nn.Parameter]) -> None:
         super().__init__()
         self.model, self.loss_fn = model, loss_fn
         self.__dict__["wanted"] = wanted
 
-    def forward(self, inputs: Any) -> None:
-        args, named = (
-            (inputs, {}) if isinstance(inputs, tuple) else ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
-        )
-        loss = self.loss_fn(self.model(*args, **named))
+    def forward(self, inputs: Any) -> bool:
+        loss = self.loss_fn(call(self.model, inputs))
+        if loss is None:
+            return False
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError("loss_fn must return a tensor with one element")
-        if loss.requires_grad:
+        if loss.requires_grad and self.__dict__["wanted"]:
             torch.autograd.grad(loss, self.__dict__["wanted"], allow_unused=True)
+        return True
 
 
 def _some(inputs: Any, samples: int | None, generator: torch.Generator) -> Any:
     """A random choice of a batch's samples, in copies that autograd may keep."""
-    tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()]
-    if not tensors:
-        raise ValueError("inputs must hold a tensor with a batch dimension")
-    batch = tensors[0].shape[0]
-    if not batch:
-        raise ValueError("inputs must hold at least one sample, got an empty batch")
-    chosen = torch.randperm(batch, generator=generator)[: samples or batch].sort().values
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    batch = batch_size(inputs)
+    chosen = torch.randperm(batch, generator=generator, device=generator.device)[: samples or batch].sort().values
 
     def pick(x: Tensor) -> Tensor:
         return x.detach().index_select(0, chosen.to(x.device)) if x.dim() and x.shape[0] == batch else x.detach()
@@ -224,8 +225,7 @@ def _sizes(layers: Mapping[str, nn.Module], found: dict[str, int]) -> Iterator[N
 
     def count(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, named: Any) -> None:
-            x = next((x for x in tree_leaves((args, named)) if isinstance(x, Tensor)), None)
-            if x is not None:
+            if (x := first_tensor((args, named))) is not None:
                 found[name] = found.get(name, 0) + x.numel()
 
         return hook

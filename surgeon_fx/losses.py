@@ -30,8 +30,8 @@ def logits_of(output: Any) -> Tensor:
 def entropies(output: Any) -> Tensor:
     """The entropy of each prediction: one a sample, or one a pixel where the scores are maps."""
     logits = logits_of(output)
-    if logits.dim() < 2:
-        raise ValueError(f"class scores must have a batch and a class dimension, got shape {tuple(logits.shape)}")
+    if logits.dim() < 2 or logits.shape[1] < 2:
+        raise ValueError(f"class scores must be of two classes or more, along dimension 1, got {tuple(logits.shape)}")
     return -(logits.softmax(1) * logits.log_softmax(1)).sum(1)
 
 

@@ -44,8 +44,11 @@ def storages(held: Iterable[Saved | Tensor]) -> dict[int, int]:
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
 
-def retained_bytes(outputs: Any, model: nn.Module) -> int:
-    """Bytes that backward from `outputs` keeps alive: unique storages, the model's parameters and buffers apart."""
+def retained_bytes(outputs: Any, model: nn.Module, others: Iterable[Tensor] = ()) -> int:
+    """Bytes that backward from `outputs` keeps alive: unique storages, the model's parameters and buffers apart.
+
+    `others` are tensors that are kept beside the graph, where it cannot be seen.
+    """
     own = storages((*model.parameters(), *model.buffers()))
-    found = storages(one for node in nodes(outputs) for one in saved_by(node))
+    found = storages(one for node in nodes(outputs) for one in saved_by(node)) | storages(others)
     return sum(size for storage, size in found.items() if storage not in own)

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -203,11 +204,12 @@ def test_what_cannot_be_told_changes_nothing():
         surgeon_fx.refresh(model, x, lambda y: torch.zeros(()))
     with pytest.raises(RuntimeError, match="mine"):
         surgeon_fx.refresh(model, x, lambda y: (_ for _ in ()).throw(RuntimeError("mine")))
+    assert surgeon_fx.refresh(model, x, lambda y: None).G == {}  # nothing to look at, and nothing wrong
     assert set(surgeon_fx.ratios(model).values()) == {0.3}
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    with pytest.raises(ValueError, match="nothing to train"):
-        surgeon_fx.refresh(model, x)
+    with pytest.warns(UserWarning, match="no gradient"):
+        surgeon_fx.refresh(model, x, square)
 
 
 def test_result_prints_plots_and_travels(tmp_path):
@@ -241,3 +243,19 @@ def test_parametrized_weights_and_attention_have_a_gradient():
     model = surgeon_fx.transform(attention)
     found = surgeon_fx.refresh(model, torch.randn(2, 5, 8), lambda y: y.square().mean())
     assert set(found.G) >= {"self_attn", "linear1", "linear2", "norm1", "norm2"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions(dtype):
+    model = surgeon_fx.transform(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)).to(dtype))
+    assert all(value > 0 for value in surgeon_fx.refresh(model, torch.randn(6, 4, dtype=dtype)).G.values())
+
+
+def test_autocast_keeps_no_casts_of_the_aliases():
+    model = surgeon_fx.transform(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)))
+    seen = []
+    model[0].register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(module.weight)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        surgeon_fx.refresh(model, torch.randn(6, 4))
+        gc.collect()
+        assert seen[0]() is None

@@ -354,7 +354,7 @@ def test_a_measuring_process_that_fails_is_named(folder):
     bad = setting(folder, "wrn16_1")
     process = measure.Process(bad, Trial("full", {"no_such_option": 1}, None, 0), 1)
     try:
-        with pytest.raises(RuntimeError, match="full: the process that measures it ended with code 1"):
+        with pytest.raises(ValueError, match="full: the process that measures it ended with code 1"):
             process.ask("warm")
     finally:
         process.close()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils._pytree import SUPPORTED_NODES, tree_map_only
 
 from surgeon_fx.adapt.statistics import adapting, batch_norms
 from surgeon_fx.api import MARK
+from surgeon_fx.inputs import batch_size, call, on_one_device
 from surgeon_fx.losses import entropy
 from surgeon_fx.planner.facts import Trains, trains
 
@@ -35,14 +37,16 @@ class Step:
 class Adapter:
     """Takes a batch, adapts the model to it, and returns the predictions made on the way, before the update.
 
-    The model's own parameters are trained; its modes, gradient flags and running statistics are the same after a call
-    as before. Outside calls the model can be used as ever.
+    A batch is a tensor, a tuple of arguments or a mapping of named ones. The model's own parameters are trained, and
+    their `.grad` is None afterwards; modes, gradient flags and running statistics are the same after a call as before.
+    Outside calls the model can be used as ever; it is moved to its device before the adapter is made.
 
     `optimizer` is an optimizer over `trained`, or a function that makes one of a list of parameters (default: Adam
-    with `lr`); `scheduler` is a scheduler, or makes one of the optimizer, and steps after every update. `loss_fn` takes
-    what the model returns; None from it means that there is nothing to learn. `train` says what is trained, as in
-    `surgeon_fx.plan`. `prior` mixes source and batch statistics in batch norms, as if `prior` source samples were in
-    the batch: for small batches. `resettable=False` does without the copy of the trained parameters `reset` needs.
+    with `lr`); what it does not hold is not trained. `scheduler` is a scheduler, or makes one of the optimizer, and
+    steps after every update. `loss_fn` takes what the model returns; None from it means that there is nothing to learn.
+    `train` says what is trained, as in `surgeon_fx.plan`. `prior` mixes source and batch statistics in batch norms, as
+    if `prior` source samples were in the batch: for small batches; the mixture counts as constant in backward.
+    `resettable=False` does without the copy of the trained parameters that `reset` needs.
     """
 
     lr: float = 1e-4
@@ -70,10 +74,11 @@ class Adapter:
         chosen = trains(model, train)
         self.trained = {name: p for name, p in model.named_parameters() if chosen(name, p)}
         self.optimizer = self._optimizer(optimizer, self.lr if lr is None else lr)
-        self.scheduler = scheduler(self.optimizer) if callable(scheduler) else scheduler
+        self.scheduler = self._scheduler(scheduler)
         self.last = Step()
         self._warned = False
-        self._initial = copy.deepcopy(self.state_dict()) if resettable else None
+        with torch.inference_mode(False):
+            self._initial = copy.deepcopy(self.state_dict()) if resettable else None
 
     def _optimizer(self, given: Any, lr: float) -> Optimizer | None:
         parameters = list(self.trained.values())
@@ -81,25 +86,37 @@ class Adapter:
             return None
         if not isinstance(given, Optimizer):
             return torch.optim.Adam(parameters, lr=lr) if given is None else given(parameters)
-        own, known = {id(p) for p in parameters}, {id(p) for g in given.param_groups for p in g["params"]}
-        if not own & known:
+        known = {id(p) for group in given.param_groups for p in group["params"]}
+        self.trained = {name: p for name, p in self.trained.items() if id(p) in known}
+        if not self.trained:
             raise ValueError("optimizer holds none of the parameters that are trained; pass a function that makes one")
         return given
 
+    def _scheduler(self, given: Any) -> Any:
+        if self.optimizer is None or given is None:
+            return None
+        made = given(self.optimizer) if callable(given) else given
+        if getattr(made, "optimizer", self.optimizer) is not self.optimizer:
+            raise ValueError("scheduler must be one of the adapter's optimizer; pass a function that makes it")
+        return made
+
     def __call__(self, x: Any) -> Any:
-        if isinstance(x, Tensor) and not (x.dim() and x.shape[0]):
-            raise ValueError(f"a batch must hold at least one sample, got shape {tuple(x.shape)}")
+        batch_size(x)
         with torch.inference_mode(False), self._adapting(), torch.set_grad_enabled(bool(self.trained)):
-            output = self._learn(_outside_inference(x)) if self.trained else self.model(_outside_inference(x))
-        return tree_map_only(Tensor, Tensor.detach, output)
+            x = _apart(x)
+            self._zero_grad()
+            try:
+                output = self._learn(x) if self.trained else call(self.model, x)
+            finally:
+                self._zero_grad()
+        return _detached(output)
 
     def _adapting(self) -> contextlib.AbstractContextManager[None]:
         return adapting(self.model, self.trained.values(), self.statistics, self.prior)
 
     def _learn(self, x: Any) -> Any:
         """One forward, one backward, one update."""
-        output = self.model(x)
-        self._zero_grad()
+        output = call(self.model, x)
         self.last = self._backward(self._loss(output))
         self._update()
         return output
@@ -121,19 +138,24 @@ class Adapter:
     def _update(self) -> None:
         """Steps, unless there is no gradient or one that is not finite."""
         grads = [p.grad for p in self.trained.values() if p.grad is not None]
-        if grads and not torch.isfinite(torch.stack(torch._foreach_norm(grads))).all():
+        values = [g.coalesce().values() if g.is_sparse else g for g in grads]
+        if grads and not torch.isfinite(on_one_device(x.abs().max() for x in values if x.numel())).all():
             self._warn("a gradient is not finite: the model is left as it is")
             self.last = Step(self.last.loss, "a gradient is not finite", self.last.refreshed, self.last.selected)
         elif grads:
             assert self.optimizer is not None
             self.optimizer.step()
-            if self.scheduler is not None:
+            torch.clear_autocast_cache()  # of casts of what the weights were
+            if isinstance(self.scheduler, ReduceLROnPlateau):
+                self.scheduler.step(self.last.loss or 0.0)
+            elif self.scheduler is not None:
                 self.scheduler.step()
-        self._zero_grad()
 
     def _zero_grad(self) -> None:
-        for parameter in self.trained.values():
-            parameter.grad = None
+        """Of all that the optimizer would step."""
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def _warn(self, message: str) -> None:
         """Once an adapter: `last.skipped` says it every time."""
@@ -145,7 +167,7 @@ class Adapter:
         """Back to where the adapter began: parameters, optimizer, scheduler and the method's own state."""
         if self._initial is None:
             raise ValueError("this adapter was made with resettable=False: it kept nothing to go back to")
-        self.load_state_dict(copy.deepcopy(self._initial))
+        self.load_state_dict(self._initial)
         self.last, self._warned = Step(), False
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,18 +180,22 @@ class Adapter:
             **self._own_state(),
         }
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.get("method") != type(self).__name__:
             raise ValueError(f"state must be of {type(self).__name__}, got one of {state.get('method')}")
         if state["trained"].keys() != self.trained.keys():
             different = state["trained"].keys() ^ self.trained.keys()
             raise ValueError(f"state must hold what is trained; different: {', '.join(sorted(different)[:3])}")
+        parts = [(self.optimizer, state["optimizer"]), (self.scheduler, state["scheduler"])]
+        if any((own is None) != (saved is None) for own, saved in parts):
+            raise ValueError("state must be of an adapter with the same optimizer and scheduler")
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(state["trained"][name])
-        for own, saved in ((self.optimizer, state["optimizer"]), (self.scheduler, state["scheduler"])):
+        for own, saved in parts:
             if own is not None:
-                own.load_state_dict(saved)
+                own.load_state_dict(copy.deepcopy(saved))
         self._load_own_state(state)
 
     def _own_state(self) -> dict[str, Any]:
@@ -197,6 +223,24 @@ class Adapter:
         return ""
 
 
-def _outside_inference(x: Any) -> Any:
-    """Tensors made in inference mode cannot be saved for backward: those are copied."""
-    return tree_map_only(Tensor, lambda t: cast(Tensor, t.clone() if t.is_inference() else t), x)
+def _apart(x: Any) -> Any:
+    """A batch without its history. Tensors made in inference mode cannot be saved for backward: those are copied."""
+    x = dict(x) if isinstance(x, Mapping) else x
+    return tree_map_only(Tensor, lambda t: cast(Tensor, t.clone() if t.is_inference() else t.detach()), x)
+
+
+def _detached(output: Any) -> Any:
+    """What the model returned, without its graph: tensors in containers, dictionaries and data classes of any type."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    if is_dataclass(output) and not isinstance(output, (type, Mapping)):
+        return replace(output, **{f.name: _detached(getattr(output, f.name)) for f in fields(output) if f.init})
+    if isinstance(output, dict) and not _is_node(output):
+        new = copy.copy(output)
+        new.update({key: _detached(value) for key, value in output.items()})
+        return new
+    return tree_map_only(Tensor, Tensor.detach, output)
+
+
+def _is_node(output: Any) -> bool:
+    return type(output) in SUPPORTED_NODES

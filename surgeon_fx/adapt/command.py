@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from surgeon_fx import zoo
-from surgeon_fx.adapt import METHODS, plot, report
+from surgeon_fx.adapt import METHODS, Adapter, Tent, plot, report
 from surgeon_fx.adapt.measure import measure, rows_of
 from surgeon_fx.adapt.runs import BENCHMARK, FORWARD_ONLY, NORM_ONLY, Runner, Setting, Trial, identity, latest
+from surgeon_fx.importance import SAMPLES
 from surgeon_fx.planner.methods import parse_size
 from surgeon_fx.records import Row, RowWriter, environment, read_rows
 
 GRIDS = {"all": (1e-5, 3e-5, 1e-4, 3e-4), "norm": (1e-4, 3e-4, 1e-3, 3e-3)}
-USUAL = {"all": 1e-4, "norm": 1e-3}
+USUAL = {"all": Adapter.lr, "norm": Tent.lr}
 IMAGENET_CLASSES = 1000
 SELECT = 3  # corruptions that decide on a learning rate
 
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--seeds", type=_seeds, default=[0], help="as 0,1,2 (default 0)")
     how.add_argument("--prior", type=float, help="source samples that batch statistics are mixed with")
     how.add_argument("--ratio", type=float, default=0.9, help="of static (default 0.9)")
-    how.add_argument("--samples", type=int, default=10, help="of SURGEON's importance pass (default 10)")
+    how.add_argument("--samples", type=int, default=SAMPLES, help=f"of SURGEON's importance pass (default {SAMPLES})")
     how.add_argument("--static-ratio", type=float, default=0.9, help="in the importance pass (default 0.9)")
     how.add_argument("--every", type=int, default=1, help="batches between importance passes; 0: the first batch alone")
     how.add_argument("--on-shift", type=float, nargs="?", const=True, default=False, help="pass when inputs change")

@@ -31,7 +31,7 @@ from surgeon_fx.planner import arithmetic
 from surgeon_fx.planner.methods import checkpointing_bytes
 from surgeon_fx.planner.plan import plan
 from surgeon_fx.records import Environment, Meter, Row, peak_unavailable_reason, spread
-from surgeon_fx.retained import nodes, saved_by, storages
+from surgeon_fx.retained import retained_bytes
 
 WARM_UPS = 2
 UNITS = {"paper_cache": "bytes", "held": "bytes", "peak": "bytes", "reserved": "bytes", "batch": "s", "gflops": "GFLOP"}
@@ -78,7 +78,7 @@ class Worker:
             inputs.extend(arg for arg in args if isinstance(arg, Tensor))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            held.append(held_bytes(output, module, inputs))
+            held.append(retained_bytes(output, module, inputs))
             inputs.clear()
 
         handles = [self.adapter.model.register_forward_hook(leave)]
@@ -93,13 +93,6 @@ class Worker:
         shared = self.adapter.model.__dict__.get(MARK)
         ratios = {} if shared is None else dict(shared.table)
         return {"held": max(held), "gflops": counter.get_total_flops() / 1e9, "ratios": ratios}
-
-
-def held_bytes(output: Any, model: nn.Module, others: Sequence[Tensor]) -> int:
-    """`retained_bytes`, and what `others` hold beside it."""
-    own = storages((*model.parameters(), *model.buffers()))
-    found = storages(one for node in nodes(output) for one in saved_by(node)) | storages(others)
-    return sum(size for storage, size in found.items() if storage not in own)
 
 
 def full_batches(stream: Stream, batch: int) -> Iterator[Tensor]:
@@ -134,7 +127,7 @@ class Process:
         else:
             line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name}: the process that measures it ended with code {self.process.wait()}")
+            raise ValueError(f"{self.name}: the process that measures it ended with code {self.process.wait()}")
         found: dict[str, Any] = json.loads(line)
         return found
 

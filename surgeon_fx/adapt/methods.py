@@ -15,6 +15,7 @@ from surgeon_fx.adapt.shift import Shift
 from surgeon_fx.api import MARK, ratios, transform
 from surgeon_fx.blocks import blocks, checkpointed_blocks
 from surgeon_fx.importance import SAMPLES, Importance, refresh
+from surgeon_fx.inputs import call
 from surgeon_fx.kernels.layout import check_ratio
 from surgeon_fx.losses import certain_entropy, consistency, entropy, logits_of
 from surgeon_fx.planner.facts import Trains
@@ -97,7 +98,8 @@ class Surgeon(Adapter):
     with an augmented view of the batch, made by `augment` (default: for images with pixels in [0, 1]), one graph at a
     time. The importance pass runs on `samples` of a batch at `static_ratio`: before every batch, or every `every`-th
     (None: the first), and with `on_shift` when the inputs no longer look like those of the last pass (True, or the
-    threshold of `adapt.shift.Shift`). `seed` is that of the samples chosen and of the augmentation.
+    threshold of `adapt.shift.Shift`). `loss_fn` sees those samples too. `seed` is that of the samples chosen and of the
+    augmentation.
     """
 
     def __init__(
@@ -120,6 +122,8 @@ class Surgeon(Adapter):
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every must be 1 or more, or None for the first batch alone, got {every}")
+        if samples is not None and samples < 1:
+            raise ValueError(f"samples must be at least 1, or None for the whole batch, got {samples}")
         if css and "loss_fn" in options:
             raise ValueError("css chooses samples by their entropy and brings its own loss: leave out loss_fn or css")
         if augment is not None and not cr:
@@ -147,7 +151,7 @@ class Surgeon(Adapter):
             self.importance = refresh(
                 self.model,
                 x,
-                entropy if self.css else self._needed_loss,
+                entropy if self.css else self.loss_fn,
                 samples=self.samples,
                 static_ratio=self.static_ratio,
                 generator=self.generator,
@@ -155,17 +159,16 @@ class Surgeon(Adapter):
         self.batches += 1
         self._selected: int | None = None
         output = self._learn_consistent(x) if self.cr else super()._learn(x)
-        self.last = Step(self.last.loss, self.last.skipped, due, self._selected)
+        found = due and self.importance is not None and bool(self.importance.G)
+        self.last = Step(self.last.loss, self.last.skipped, found, self._selected)
         return output
-
-    def _needed_loss(self, output: Any) -> Tensor:
-        """An importance pass has to look at something: where the loss chose nothing, at the entropy."""
-        loss = self.loss_fn(output)
-        return entropy(output) if loss is None else loss
 
     def _due(self, x: Any) -> bool:
         shifted = self.shift is not None and self.shift(x)
-        return shifted or not self.batches or (self.every is not None and self.batches % self.every == 0)
+        planned = not self.batches or (self.every is not None and self.batches % self.every == 0)
+        if planned and self.shift is not None:
+            self.shift.follow(x)
+        return planned or shifted
 
     def _loss(self, output: Any) -> Tensor | None:
         if not self.css:
@@ -177,16 +180,16 @@ class Surgeon(Adapter):
         """Both views get their gradient, and only one graph is alive at a time: the other view stands in as numbers."""
         view = self.augment(x, self.generator)
         with torch.no_grad():
-            other = logits_of(self.model(view)).clone()
-        output = self.model(x)
+            other = logits_of(call(self.model, view)).clone()
+        torch.clear_autocast_cache()  # casts made without gradients have none
+        output = call(self.model, x)
         weight = CONSISTENCY * other.shape[1]
         loss, term = self._loss(output), weight * consistency(output, other)
-        self._zero_grad()
         self.last = self._backward(term if loss is None else loss + term)
         del loss, term
         fixed = logits_of(output).detach()
         if not self.last.skipped:
-            (weight * consistency(fixed, self.model(view))).backward()
+            (weight * consistency(fixed, call(self.model, view))).backward()
         self._update()
         return output
 

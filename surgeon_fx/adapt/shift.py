@@ -27,10 +27,14 @@ class Shift:
 
     def __call__(self, inputs: Any) -> bool:
         found = _statistics(inputs)
-        new = self.reference is None or self.distance(self.reference, found) > self.threshold
+        new = self.reference is None or not self.distance(self.reference.to(found.device), found) <= self.threshold
         if new:
             self.reference = found
         return new
+
+    def follow(self, inputs: Any) -> None:
+        """Takes a batch as the reference, new or not."""
+        self.reference = _statistics(inputs)
 
     @staticmethod
     def distance(reference: Tensor, found: Tensor) -> float:

@@ -24,8 +24,8 @@ def adapting(
     """Sets modes and gradient flags for one step, and sets them back.
 
     Dropout and the like rest. Batch norms normalise with the batch's statistics, and with a `prior` with a mixture in
-    which the source's count as much as `prior` samples. Their running statistics stay what they are: the step works on
-    copies.
+    which the source's count as much as `prior` samples, as constants: no gradient goes through it. Their running
+    statistics stay what they are: the step works on copies.
     """
     modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -45,7 +45,7 @@ def adapting(
                 if prior and own["running_mean"] is not None
                 else _see
             )
-            handles.append(norm.register_forward_pre_hook(use))
+            handles.append(norm.register_forward_pre_hook(use, with_kwargs=True))
         yield
     finally:
         for handle in handles:
@@ -58,19 +58,19 @@ def adapting(
             parameter.requires_grad_(flag)
 
 
-def _see(norm: nn.Module, args: tuple[Any, ...]) -> None:
+def _see(norm: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """The batch's own statistics; the source's where there is one value a channel and nothing to take them of."""
-    x = args[0]
+    x = args[0] if args else named["input"]
     norm.training = x.numel() > x.shape[1] or norm._buffers["running_mean"] is None
 
 
-def _mix(mean: Tensor | None, variance: Tensor | None, prior: float) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+def _mix(mean: Tensor | None, variance: Tensor | None, prior: float) -> Callable[..., None]:
     assert mean is not None
     assert variance is not None
 
     @torch.no_grad()
-    def mix(norm: nn.Module, args: tuple[Any, ...]) -> None:
-        x = args[0]
+    def mix(norm: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        x = args[0] if args else named["input"]
         share = x.shape[0] / (x.shape[0] + prior)
         dims = [d for d in range(x.dim()) if d != 1]
         found_variance, found = torch.var_mean(x.to(mean.dtype), dims, correction=0)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from surgeon_fx.api import MARK
 from surgeon_fx.explain import Row, explain_outputs, module_path, observed
+from surgeon_fx.inputs import first_tensor
 from surgeon_fx.kernels.backends import FAKES
 from surgeon_fx.ops.layers import has_ratio
 from surgeon_fx.ops.policies import _NormalisedInput, _Replaced
@@ -180,7 +181,7 @@ def step(
     layers: list[LayerInput] = []
 
     def left(name: str, module: nn.Module, called: Any, output: Any) -> None:
-        x = next((x for x in tree_leaves(called) if isinstance(x, Tensor)), None)
+        x = first_tensor(called)
         if x is not None and has_ratio(module):
             kind = "norm" if _is_norm(module) else "product"
             out = sum(y.nbytes for y in tree_leaves(output) if isinstance(y, Tensor))
