@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from surgeon_fx import zoo
 from surgeon_fx.adapt import METHODS, Adapter, Tent, plot, report
 from surgeon_fx.adapt.measure import measure, rows_of
 from surgeon_fx.adapt.runs import BENCHMARK, FORWARD_ONLY, NORM_ONLY, Runner, Setting, Trial, identity, latest
+from surgeon_fx.commands import answer
 from surgeon_fx.importance import SAMPLES
 from surgeon_fx.planner.methods import parse_size
 from surgeon_fx.records import Row, RowWriter, environment, read_rows
@@ -91,14 +91,7 @@ def _seeds(text: str) -> list[int]:
 
 def run(arguments: argparse.Namespace) -> int:
     """The command. 2 where the arguments make no sense."""
-    try:
-        return _run(arguments)
-    except BrokenPipeError:  # whoever reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (ValueError, ImportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return answer(_run, arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:

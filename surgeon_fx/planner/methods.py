@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from surgeon_fx import zoo
 from surgeon_fx.api import ratios as ratio_table
 from surgeon_fx.api import transform
+from surgeon_fx.commands import answer
 from surgeon_fx.config import Config
 from surgeon_fx.planner import report
 from surgeon_fx.planner.arithmetic import LayerInput
@@ -346,14 +345,7 @@ def _methods(text: str) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """The command. 2 where the arguments make no sense, 1 where a check fails."""
-    try:
-        return all_paper() if arguments.all_paper else _run(arguments)
-    except BrokenPipeError:  # whoever reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (ValueError, ImportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return answer(lambda _: all_paper() if arguments.all_paper else _run(arguments), arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:
