@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import SUPPORTED_NODES, tree_map_only
 
-from surgeon_fx.adapt.statistics import adapting, batch_norms
+from surgeon_fx.adapt.statistics import adapting
 from surgeon_fx.api import MARK
 from surgeon_fx.inputs import batch_size, call, on_one_device
 from surgeon_fx.losses import entropy
@@ -138,8 +139,8 @@ class Adapter:
     def _update(self) -> None:
         """Steps, unless there is no gradient or one that is not finite."""
         grads = [p.grad for p in self.trained.values() if p.grad is not None]
-        values = [g.coalesce().values() if g.is_sparse else g for g in grads]
-        if grads and not torch.isfinite(on_one_device(x.abs().max() for x in values if x.numel())).all():
+        values = [g.coalesce().values() if g.is_sparse else g for g in grads if g.numel()]
+        if values and not torch.isfinite(on_one_device(torch.linalg.vector_norm(x, math.inf) for x in values)).all():
             self._warn("a gradient is not finite: the model is left as it is")
             self.last = Step(self.last.loss, "a gradient is not finite", self.last.refreshed, self.last.selected)
         elif grads:
@@ -207,9 +208,6 @@ class Adapter:
     def _needs(self, what: bool, message: str) -> None:
         if not what:
             raise ValueError(f"{type(self).__name__} {message}")
-
-    def _needs_batch_norm(self) -> None:
-        self._needs(bool(batch_norms(self.model)), "needs batch norm layers, and this model has none")
 
     def __repr__(self) -> str:
         count, total = (sum(p.numel() for p in ps) for ps in (self.trained.values(), self.model.parameters()))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from surgeon_fx.adapt.augment import augment as default_augment
 from surgeon_fx.adapt.base import Adapter, Step
 from surgeon_fx.adapt.shift import Shift
+from surgeon_fx.adapt.statistics import batch_norms
 from surgeon_fx.api import MARK, ratios, transform
 from surgeon_fx.blocks import blocks, checkpointed_blocks
 from surgeon_fx.importance import SAMPLES, Importance, refresh
@@ -42,7 +43,7 @@ class BNStat(Adapter):
 
     def __init__(self, model: nn.Module, *, prior: float = 0.0) -> None:
         super().__init__(model, train=_nothing, prior=prior)
-        self._needs_batch_norm()
+        self._needs(bool(batch_norms(self.model)), "needs batch norm layers, and this model has none")
 
 
 class FullTuning(Adapter):
