@@ -54,8 +54,8 @@ class Block(nn.Module):
 class VisionTransformer(nn.Module):
     """A transformer over overlapping patches; the classes are read off the mean token.
 
-    Two strided convolutions make the tokens and a depthwise one in each block places them: on little data that trains
-    in a fraction of the epochs that cut-out patches and learnt positions take, at any image size.
+    Two strided convolutions make the tokens and a depthwise one in each block places them, at any image size: a taste
+    for neighbours that little data cannot teach.
     """
 
     def __init__(self, dim: int = 96, depth: int = 4, heads: int = 3, classes: int = 10) -> None:
