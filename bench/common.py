@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from surgeon_fx.records import (
+    ChildProcess,
     Environment,
     Meter,
     Row,
@@ -28,6 +28,7 @@ __all__ = [
     "MIB",
     "RESULTS",
     "ROOT",
+    "ChildProcess",
     "Environment",
     "Meter",
     "Row",
@@ -92,14 +93,7 @@ def peak_growth(work: Callable[[], T], device: torch.device) -> tuple[T, int]:
     On a CPU that is the resident memory of the process (exact to a few hundred KiB): measure in a fresh process, whose
     heap has no freed memory to hand out again.
     """
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        module.reset_peak_memory_stats(device)
-        before = module.memory_allocated(device)
-        return work(), module.max_memory_allocated(device) - before
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # glibc's alone
-        trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present level
-    before = status_bytes("VmHWM")
-    return work(), status_bytes("VmHWM") - before
+    meter = Meter(device)
+    meter.forget()
+    before = meter.now()
+    return work(), meter.peaks(before)["peak"]

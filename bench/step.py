@@ -19,15 +19,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from common import MIB, RESULTS, Meter, Row, RowWriter, environment, read_rows, spread
+from common import MIB, RESULTS, ChildProcess, Meter, Row, RowWriter, environment, read_rows, spread
 from tabulate import tabulate
-from torch import Tensor
 from tqdm import tqdm
 
 import surgeon_fx
@@ -37,11 +34,6 @@ from surgeon_fx.retained import retained_bytes
 
 TIERS = ("eager", "no_grad", "checkpoint", "exact", "pruned")
 SECONDS, BYTES = ("forward", "backward", "step"), ("saved", "held", "peak", "reserved")
-
-
-def entropy(out: Any) -> Tensor:
-    logits = out if isinstance(out, Tensor) else out[0] if isinstance(out, (tuple, list)) else out["logits"]
-    return -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
 
 
 class Worker:
@@ -79,7 +71,7 @@ class Worker:
                 found["held"] = self.meter.now() - base
                 found["saved"] = retained_bytes(out, self.model) if grad else 0
             middle = self.meter.clock()
-            loss = entropy(out)
+            loss = surgeon_fx.entropy(out)
             del out
             if grad:
                 loss.backward()
@@ -95,30 +87,6 @@ class Worker:
             print(json.dumps(self.step(line.strip() == "measure")), flush=True)
 
 
-class Process:
-    """A worker in a process of its own, which runs only while it is asked."""
-
-    def __init__(self, tier: str) -> None:
-        command = [sys.executable, __file__, *sys.argv[1:], "--serve", tier]
-        self.tier = tier
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(self, what: str) -> dict[str, float]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(what + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            sys.exit(f"{self.tier}: the process ended with code {self.process.wait()}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
-        self.process.wait()
-
-
 def run(arguments: argparse.Namespace) -> list[Row]:
     tiers = arguments.tiers.split(",")
     if unknown := [tier for tier in tiers if tier not in TIERS]:
@@ -126,15 +94,16 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     shape = input_shape(arguments.model, arguments.batch, arguments.size)
     case = {"model": arguments.model, "shape": shape, "ratio": arguments.ratio, "eval": arguments.eval}
     here = environment(torch.device(arguments.device))
-    processes = [Process(tier) for tier in tiers]
+    served = [sys.executable, __file__, *sys.argv[1:], "--serve"]
+    processes = [ChildProcess(tier, [*served, tier]) for tier in tiers]
     samples: dict[str, list[dict[str, float]]] = {tier: [] for tier in tiers}
     with tqdm(total=(arguments.repeats + 2) * len(tiers), unit="step", file=sys.stderr) as bar:
         for turn in range(-1, arguments.repeats + 1):
             for process in processes:
-                bar.set_description(process.tier)
+                bar.set_description(process.name)
                 found = process.ask("measure" if turn == 0 else "step")
                 if turn >= 0:
-                    samples[process.tier].append(found)
+                    samples[process.name].append(found)
                 bar.update()
     for process in processes:
         process.close()
@@ -231,7 +200,10 @@ def main() -> int:
     if arguments.serve:
         Worker(arguments.serve, arguments).serve()
         return 0
-    rows = read_rows(arguments.json, "step") if arguments.from_json else run(arguments)
+    try:
+        rows = read_rows(arguments.json, "step") if arguments.from_json else run(arguments)
+    except ValueError as error:
+        sys.exit(str(error))
     print(report(rows))
     if arguments.plot:
         plot(rows, arguments.plot)

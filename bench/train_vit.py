@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from surgeon_fx import zoo
+from surgeon_fx.zoo.layers import ImageNormalizer
 
 MODEL = "vit_cifar"
 PADDING = 2  # of the random crop
@@ -40,9 +41,7 @@ def read_images(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def normalise(pixels: Tensor) -> Tensor:
-    entry = zoo.entry(MODEL)
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (entry.mean, entry.std))
-    return (pixels.float() / 255 - mean) / std
+    return ImageNormalizer(zoo.entry(MODEL).mean, zoo.entry(MODEL).std)(pixels.float() / 255)
 
 
 def augment(x: Tensor) -> Tensor:

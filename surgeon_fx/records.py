@@ -5,11 +5,13 @@ A row is one number of one provider at one case, with its spread. Tables and plo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -200,3 +202,37 @@ class Meter:
             return {"peak": status_bytes("VmHWM") - base}
         peak = int(self._module.max_memory_allocated()) - base
         return {"peak": peak, "reserved": int(self._module.max_memory_reserved())}
+
+
+class ChildProcess:
+    """A process that runs only while it is asked: one line in, one line of JSON out."""
+
+    def __init__(self, name: str, command: list[str]) -> None:
+        self.name = name
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def send(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, what: str) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        try:
+            self.send(what)
+        except BrokenPipeError:
+            line = ""
+        else:
+            line = self.process.stdout.readline()
+        if not line:
+            raise ValueError(f"{self.name}: the process that measures it ended with code {self.process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and what it was asked last is still in the buffer
+            self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()

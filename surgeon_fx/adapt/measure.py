@@ -11,9 +11,7 @@ machine does meanwhile falls on all. A call is all that a method does with a bat
 
 from __future__ import annotations
 
-import contextlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -30,7 +28,7 @@ from surgeon_fx.blocks import blocks
 from surgeon_fx.planner import arithmetic
 from surgeon_fx.planner.methods import checkpointing_bytes
 from surgeon_fx.planner.plan import plan
-from surgeon_fx.records import Environment, Meter, Row, peak_unavailable_reason, spread
+from surgeon_fx.records import ChildProcess, Environment, Meter, Row, peak_unavailable_reason, spread
 from surgeon_fx.retained import retained_bytes
 
 WARM_UPS = 2
@@ -104,40 +102,12 @@ def full_batches(stream: Stream, batch: int) -> Iterator[Tensor]:
                     yield x
 
 
-class Process:
-    """A worker in a process of its own, which runs only while it is asked."""
+class Process(ChildProcess):
+    """A worker in a process of its own."""
 
     def __init__(self, setting: Setting, trial: Trial, threads: int) -> None:
-        self.name = trial.method
-        command = [sys.executable, "-m", "surgeon_fx.adapt.measure"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._send(json.dumps({"setting": asdict(setting), "trial": asdict(trial), "threads": threads}))
-
-    def _send(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def ask(self, what: str) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        try:
-            self._send(what)
-        except BrokenPipeError:
-            line = ""
-        else:
-            line = self.process.stdout.readline()
-        if not line:
-            raise ValueError(f"{self.name}: the process that measures it ended with code {self.process.wait()}")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and what it was asked last is still in the buffer
-            self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
+        super().__init__(trial.method, [sys.executable, "-m", "surgeon_fx.adapt.measure"])
+        self.send(json.dumps({"setting": asdict(setting), "trial": asdict(trial), "threads": threads}))
 
 
 def measure(setting: Setting, trials: Sequence[Trial], repeats: int, threads: int) -> dict[str, list[dict[str, Any]]]:
