@@ -28,7 +28,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import surgeon_fx
-from surgeon_fx.blocks import checkpoint_blocks
+from surgeon_fx.modules import checkpoint_blocks
 from surgeon_fx.planner.methods import input_shape
 from surgeon_fx.retained import retained_bytes
 

@@ -15,24 +15,238 @@ what is missing: a run that was interrupted starts again from its first corrupti
 A row of metric "error" has a corruption's error, and in its case the errors batch by batch; "ratios" has SURGEON's
 ratios per layer, pass by pass; "selection" the errors learning rates were chosen by. The rest is what a call costs
 (`--no-measure` leaves that out), measured in a process per method that take turns.
-
-`surgeon-fx adapt` is the same command.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from common import RESULTS
+import torch
+import tta_plot
+import tta_report
+from common import RESULTS, Row, RowWriter, environment, read_rows
+from tta_measure import measure, rows_of
+from tta_runs import BENCHMARK, FORWARD_ONLY, NORM_ONLY, Runner, Setting, Trial, identity, latest
 
-from surgeon_fx.adapt import command
+from surgeon_fx import zoo
+from surgeon_fx.adapt import METHODS, Adapter, Tent
+from surgeon_fx.commands import answer
+from surgeon_fx.importance import SAMPLES
+from surgeon_fx.planner.methods import parse_size
+
+GRIDS = {"all": (1e-5, 3e-5, 1e-4, 3e-4), "norm": (1e-4, 3e-4, 1e-3, 3e-3)}
+USUAL = {"all": Adapter.lr, "norm": Tent.lr}
+IMAGENET_CLASSES = 1000
+SELECT = 3  # corruptions that decide on a learning rate
 
 
-def main() -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    data = parser.add_argument_group("data and model")
+    data.add_argument("--data", type=Path, help="folder of CIFAR-10-C, CIFAR-100-C, ImageNet-C or ACDC")
+    data.add_argument("--corruptions", type=_names, help="domains in order, as fog,snow; default: the standard ones")
+    data.add_argument("--severity", type=int, default=5, help="1 to 5 (default 5)")
+    data.add_argument("--limit", type=int, help="images of each corruption; default: all")
+    data.add_argument("--order", choices=("given", "random"), default="given", help="random: another for each seed")
+    data.add_argument("--size", type=parse_size, help="of the images: 224, or 540x960; default: the data's usual one")
+    data.add_argument("--split", default="train", help="of ACDC (default train)")
+    data.add_argument("--model", default="resnet56_cifar", help="a name of surgeon_fx.zoo (default resnet56_cifar)")
+    data.add_argument("--weights", type=Path, help="checkpoint of the model; default: random weights")
+    data.add_argument("--batch", type=int, help="default: the model's")
+    data.add_argument("--device", default="cpu")
+    data.add_argument("--threads", type=int, help="default: torch's")
+    how = parser.add_argument_group("methods")
+    how.add_argument("--method", type=_methods, action="extend", nargs="+", help=f"some of {', '.join(METHODS)}")
+    how.add_argument("--lr", type=_rates, help="one, several as 1e-5,1e-4, or grid; several are chosen from")
+    how.add_argument("--select", type=int, default=SELECT, help="corruptions that choose among several --lr")
+    how.add_argument("--seeds", type=_seeds, default=[0], help="as 0,1,2 (default 0)")
+    how.add_argument("--prior", type=float, help="source samples that batch statistics are mixed with")
+    how.add_argument("--ratio", type=float, default=0.9, help="of static (default 0.9)")
+    how.add_argument("--samples", type=int, default=SAMPLES, help=f"of SURGEON's importance pass (default {SAMPLES})")
+    how.add_argument("--static-ratio", type=float, default=0.9, help="in the importance pass (default 0.9)")
+    how.add_argument("--every", type=int, default=1, help="batches between importance passes; 0: the first batch alone")
+    how.add_argument("--on-shift", type=float, nargs="?", const=True, default=False, help="pass when inputs change")
+    out = parser.add_argument_group("measurements and output")
+    out.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help="memory and time as well")
+    out.add_argument("--repeats", type=int, default=5, help="batches that are timed (default 5)")
+    where = "rows go here (default bench/results/tta.jsonl)"
+    out.add_argument("--json", type=Path, default=RESULTS / "tta.jsonl", help=where)
+    out.add_argument("--resume", action="store_true", help="keep what --json has, and run the rest")
+    out.add_argument("--from-json", action="store_true", help="report what --json holds; run nothing")
+    out.add_argument("--plot", metavar="PATH", help="a folder, or what names of plots begin with")
+
+
+def _names(text: str) -> list[str]:
+    return [part for part in text.replace(",", " ").split() if part]
+
+
+def _methods(text: str) -> list[str]:
+    found = _names(text)
+    if unknown := [one for one in found if one not in METHODS]:
+        raise argparse.ArgumentTypeError(f"no method is called {unknown[0]!r}; there are {', '.join(METHODS)}")
+    return found
+
+
+def _rates(text: str) -> list[float] | str:
+    if text == "grid":
+        return text
+    try:
+        found = [float(part) for part in _names(text)]
+    except ValueError:
+        found = []
+    if not found or min(found) < 0:
+        raise argparse.ArgumentTypeError(f"must be learning rates like 1e-4 or 1e-5,1e-4, or grid, got {text!r}")
+    return found
+
+
+def _seeds(text: str) -> list[int]:
+    found = [int(part) for part in _names(text)]
+    if not found or min(found) < 0:
+        raise argparse.ArgumentTypeError(f"must be numbers like 0,1,2, got {text!r}")
+    return found
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.from_json:
+        if not arguments.json.exists():
+            raise ValueError(f"--json must be a file that a run has written, and {arguments.json} is none")
+        rows = latest(read_rows(arguments.json, BENCHMARK))
+    else:
+        rows = adapt(arguments)
+    print(tta_report.text(rows))
+    if arguments.plot:
+        for path in tta_plot.draw(rows, arguments.plot):
+            print(path)
+    return 0
+
+
+def adapt(arguments: argparse.Namespace) -> list[Row]:
+    """Runs what is asked for; the rows of this setting, earlier ones included."""
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    setting = _setting(arguments)
+    stream = setting.stream()
+    if stream.kind == "imagenet" and stream.classes != IMAGENET_CLASSES:
+        print(
+            f"warning: {stream.classes} synsets instead of {IMAGENET_CLASSES}, and classes are numbered by their rank",
+            file=sys.stderr,
+        )
+    methods = _fitting(setting, arguments)
+    known = _known(arguments.json) if arguments.resume else []
+    here = environment(torch.device(setting.device))
+    with RowWriter(arguments.json, append=arguments.resume) as writer:
+        runner = Runner(setting, stream, here, writer.write, known)
+        chosen = []
+        for method in methods:
+            lr = _choose(runner, method, arguments)
+            chosen.append(_trial(method, lr, arguments.seeds[0], arguments))
+            for seed in arguments.seeds:
+                runner.run(_trial(method, lr, seed, arguments))
+        if arguments.measure and not all(_is_measured(trial, runner) for trial in chosen):
+            found = measure(setting, chosen, arguments.repeats, torch.get_num_threads())
+            for row in rows_of(setting, stream, chosen, found, here):
+                writer.write(row)
+    return [row for row in latest([*known, *writer.rows]) if row.case["setting"] == runner.case]
+
+
+def _setting(arguments: argparse.Namespace) -> Setting:
+    if arguments.data is None:
+        raise ValueError("--data must name a folder of corrupted images")
+    for name, least in (("batch", 1), ("repeats", 1), ("select", 1), ("threads", 1), ("every", 0)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name} must be {least} or more, got {value}")
+    if arguments.weights is None:
+        print(f"warning: {arguments.model} gets random weights; --weights names a checkpoint", file=sys.stderr)
+    return Setting(
+        data=str(arguments.data),
+        model=arguments.model,
+        weights=None if arguments.weights is None else str(arguments.weights),
+        batch=arguments.batch or zoo.input_shape(arguments.model)[0],
+        corruptions=arguments.corruptions,
+        severity=arguments.severity,
+        limit=arguments.limit,
+        size=arguments.size,
+        split=arguments.split,
+        order=arguments.order,
+        device=arguments.device,
+    )
+
+
+def _fitting(setting: Setting, arguments: argparse.Namespace) -> list[str]:
+    """The methods to run. One that was asked for and does not suit the model is an error, before anything runs."""
+    asked = None if arguments.method is None else [name for names in arguments.method for name in names]
+    methods = []
+    for method in dict.fromkeys(METHODS if asked is None else asked):
+        model = setting.build()
+        try:
+            _trial(method, _rates_of(method, arguments.lr)[0], 0, arguments).adapter(model)
+        except ValueError as error:
+            if asked is not None:
+                raise
+            print(f"{method} is left out: {error}", file=sys.stderr)
+        else:
+            methods.append(method)
+    return methods
+
+
+def _rates_of(method: str, asked: list[float] | str | None) -> Sequence[float | None]:
+    kind = "norm" if method in NORM_ONLY else "all"
+    if method in FORWARD_ONLY:
+        return [None]
+    if asked is None:
+        return [USUAL[kind]]
+    return GRIDS[kind] if isinstance(asked, str) else asked
+
+
+def _trial(method: str, lr: float | None, seed: int, arguments: argparse.Namespace) -> Trial:
+    options: dict[str, Any] = {}
+    if arguments.prior is not None and method != "source":
+        options["prior"] = arguments.prior
+    if method == "static":
+        options["ratio"] = arguments.ratio
+    if method.startswith("surgeon"):
+        options |= {"samples": arguments.samples, "static_ratio": arguments.static_ratio}
+        options |= {"every": arguments.every or None, "on_shift": arguments.on_shift}
+    return Trial(method, options, lr, seed)
+
+
+def _choose(runner: Runner, method: str, arguments: argparse.Namespace) -> float | None:
+    """The learning rate with the lowest error on the first corruptions, of the smaller of two that are equal."""
+    rates = _rates_of(method, arguments.lr)
+    if len(rates) == 1:
+        return rates[0]
+    errors = {
+        lr: runner.run(_trial(method, lr, arguments.seeds[0], arguments), "selection", arguments.select)
+        for lr in sorted(lr for lr in rates if lr is not None)
+    }
+    return min(errors, key=lambda lr: errors[lr])
+
+
+def _known(path: Path) -> list[Row]:
+    """The rows a file has, without a last line that was cut off."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        path.write_bytes(whole)
+    return read_rows(path, BENCHMARK) if whole.strip() else []
+
+
+def _is_measured(trial: Trial, runner: Runner) -> bool:
+    case = {"setting": runner.case, "options": trial.options, "lr": trial.lr}
+    return identity("batch", trial.method, case) in runner.known
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. 2 where the arguments make no sense."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_arguments(parser)
-    parser.set_defaults(json=RESULTS / "tta.jsonl")
-    return command.run(parser.parse_args())
+    add_arguments(parser)
+    return answer(run, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

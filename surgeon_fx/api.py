@@ -113,6 +113,11 @@ def _refers(value: Any) -> bool:
     return isinstance(value, (nn.Module, MethodType)) or any(_refers(item) for item in items)
 
 
+def is_transformed(model: Any) -> bool:
+    """Whether a model is one that `transform` made."""
+    return isinstance(model, nn.Module) and MARK in model.__dict__
+
+
 def ratios(model: nn.Module) -> RatioTable:
     """The ratio table of a transformed model."""
     shared = model.__dict__.get(MARK) if isinstance(model, nn.Module) else None

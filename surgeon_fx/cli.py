@@ -78,13 +78,6 @@ def plan(arguments: argparse.Namespace) -> int:
     return methods.run(arguments)
 
 
-def adapt(arguments: argparse.Namespace) -> int:
-    """Adapts a model to corrupted test data by every method: errors, memory and time side by side."""
-    from surgeon_fx.adapt import command
-
-    return command.run(arguments)
-
-
 def models(arguments: argparse.Namespace) -> int:
     """Lists the models that have a name, or searches them: the zoo's own, timm's and torchvision's."""
     from tabulate import tabulate
@@ -137,12 +130,6 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     methods.add_arguments(parser)
 
 
-def _adapt_arguments(parser: argparse.ArgumentParser) -> None:
-    from surgeon_fx.adapt import command
-
-    command.add_arguments(parser)
-
-
 def _models_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", nargs="?", default="", help="part of a name")
 
@@ -150,12 +137,10 @@ def _models_arguments(parser: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": doctor,
     "plan": plan,
-    "adapt": adapt,
     "models": models,
 }
 ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "plan": _plan_arguments,
-    "adapt": _adapt_arguments,
     "models": _models_arguments,
 }
 

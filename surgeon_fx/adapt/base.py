@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import SUPPORTED_NODES, tree_map_only
 
 from surgeon_fx.adapt.statistics import adapting
-from surgeon_fx.api import MARK
+from surgeon_fx.api import is_transformed
 from surgeon_fx.inputs import batch_size, call, on_one_device
 from surgeon_fx.losses import entropy
-from surgeon_fx.planner.facts import Trains, trains
+from surgeon_fx.modules import Trains, trains
 
 Loss = Callable[[Any], Tensor | None]
 
@@ -211,7 +211,7 @@ class Adapter:
 
     def __repr__(self) -> str:
         count, total = (sum(p.numel() for p in ps) for ps in (self.trained.values(), self.model.parameters()))
-        kind = "transformed " if MARK in self.model.__dict__ else ""
+        kind = "transformed " if is_transformed(self.model) else ""
         return (
             f"{type(self).__name__}({kind}{type(self.model).__name__}, trains {count:,} of {total:,} parameters "
             f"in {len(self.trained)} tensors{self._settings()})"

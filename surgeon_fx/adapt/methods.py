@@ -13,13 +13,12 @@ from surgeon_fx.adapt.augment import augment as default_augment
 from surgeon_fx.adapt.base import Adapter, Step
 from surgeon_fx.adapt.shift import Shift
 from surgeon_fx.adapt.statistics import batch_norms
-from surgeon_fx.api import MARK, ratios, transform
-from surgeon_fx.blocks import blocks, checkpointed_blocks
+from surgeon_fx.api import is_transformed, ratios, transform
 from surgeon_fx.importance import SAMPLES, Importance, refresh
 from surgeon_fx.inputs import call
 from surgeon_fx.kernels.layout import check_ratio
 from surgeon_fx.losses import certain_entropy, consistency, entropy, logits_of
-from surgeon_fx.planner.facts import Trains
+from surgeon_fx.modules import Trains, blocks, checkpointed_blocks
 
 NORM_LR = 1e-3  # norm layers bear more than the whole network does
 CONSISTENCY = 0.01  # weight of the consistency term, per class
@@ -219,4 +218,4 @@ class Surgeon(Adapter):
 
 
 def _transformed(model: nn.Module) -> nn.Module:
-    return model if MARK in getattr(model, "__dict__", {}) else transform(model)
+    return model if is_transformed(model) else transform(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,14 +22,13 @@ from surgeon_fx.api import MARK
 from surgeon_fx.explain import Row, explain_outputs, module_path, observed
 from surgeon_fx.inputs import first_tensor
 from surgeon_fx.kernels.backends import FAKES
+from surgeon_fx.modules import Trains, is_norm_layer, trains
 from surgeon_fx.ops.layers import has_ratio
 from surgeon_fx.ops.policies import _NormalisedInput, _Replaced
 from surgeon_fx.ops.saved import Saved, SavedActivation
 from surgeon_fx.passes.graph import GraphForward
 from surgeon_fx.planner.arithmetic import LayerInput, Saving
 from surgeon_fx.retained import nodes, saved_by, storages
-
-Trains = str | Callable[[str, nn.Parameter], bool] | None
 
 
 @dataclass
@@ -116,28 +115,6 @@ VIEWS = {
 }
 
 
-def trains(model: nn.Module, which: Trains) -> Callable[[str, nn.Parameter], bool]:
-    """Which parameters a plan takes as trained."""
-    if which is None:
-        return lambda name, parameter: parameter.requires_grad
-    if which == "all":
-        return lambda name, parameter: True
-    if which == "norm":
-        owners = dict(model.named_modules())
-
-        def is_norm(name: str, parameter: nn.Parameter) -> bool:
-            return _is_norm(owners[name.rpartition(".")[0]])
-
-        return is_norm
-    if callable(which):
-        return which
-    raise ValueError(f"train must be 'all', 'norm' or a function of name and parameter, got {which!r}")
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "Norm" in type(module).__name__
-
-
 def twin(model: nn.Module, fake: FakeTensorMode, which: Trains, device: str) -> nn.Module:
     """The model over fake tensors: same structure, same ratios, no memory."""
     chosen = trains(model, which)
@@ -183,7 +160,7 @@ def step(
     def left(name: str, module: nn.Module, called: Any, output: Any) -> None:
         x = first_tensor(called)
         if x is not None and has_ratio(module):
-            kind = "norm" if _is_norm(module) else "product"
+            kind = "norm" if is_norm_layer(module) else "product"
             out = sum(y.nbytes for y in tree_leaves(output) if isinstance(y, Tensor))
             layers.append(LayerInput(name, kind, x.numel(), x.element_size(), out))
 

@@ -1,4 +1,4 @@
-"""The memory of every way to adapt one model, side by side: what `bench/memory_plan.py` and `surgeon-fx plan` print."""
+"""The memory of every way to adapt one model, side by side: what `surgeon-fx plan` prints."""
 
 from __future__ import annotations
 
@@ -21,50 +21,17 @@ from surgeon_fx.planner import report
 from surgeon_fx.planner.arithmetic import LayerInput
 from surgeon_fx.planner.fit import Fit, fit, memory_term
 from surgeon_fx.planner.plan import Plan, plan
-from surgeon_fx.planner.report import MIB, mib
-from surgeon_fx.retained import retained_bytes
+from surgeon_fx.planner.report import mib
 
 METHODS = ("source", "bn_stat", "tent", "full", "static", "surgeon")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-VERIFY_BYTES = 512 * MIB  # about what a step of --verify may keep
-
-# The paper's figures in MiB, at the input each model is meant for. All but SURGEON's follow from shapes.
-PUBLISHED: dict[str, dict[str, float]] = {
-    "wrn28_10": {"source": 125, "bn_stat": 125, "tent": 1762, "full": 3697, "surgeon": 325},
-    "resnext29": {"source": 200, "bn_stat": 200, "tent": 2725, "full": 5403, "surgeon": 820},
-    "resnet50": {"source": 196, "bn_stat": 196, "tent": 2714, "full": 5317, "surgeon": 1125},
-    "deeplabv3plus_r50": {"source": 301, "bn_stat": 301, "tent": 4646, "full": 9974, "surgeon": 1403},
-    "segformer_b5": {"source": 380, "bn_stat": 380, "full": 2793, "surgeon": 380},
-}
-JETSON_BATCH = 8  # of its table for ResNeXt-29
-JETSON = {"source": 8.0, "tent": 109.0, "full": 216.0, "checkpointing": 62.1}
-STATIC = ("source", "tent", "full", "checkpointing")
 
 
 def paper_bytes(method: str, found: Plan) -> int:
     """What the paper's way of counting gives for a method."""
     if method in ("source", "bn_stat"):
         return found.paper_largest_bytes
-    if method == "tent":
-        return found.paper_norm_bytes
-    return checkpointing_bytes(found.layers) if method == "checkpointing" else found.paper_cache_bytes
-
-
-def checkpointing_bytes(layers: Sequence[LayerInput]) -> int:
-    """Checkpointing with a block as the unit: inputs of the blocks before, and every layer input of the one at work."""
-    blocks = report.blocks_of(layer.layer for layer in layers)
-    units: list[tuple[str, int, int]] = []  # name, first input, all inputs
-    for layer in layers:
-        block = blocks[layer.layer]
-        name = block if block != layer.layer else ""  # the stem and the head are units too
-        if units and units[-1][0] == name:
-            units[-1] = (name, units[-1][1], units[-1][2] + layer.bytes)
-        else:
-            units.append((name, layer.bytes, layer.bytes))
-    return max(
-        (sum(first for _, first, _ in units[:i]) + whole for i, (_, _, whole) in enumerate(units)),
-        default=0,
-    )
+    return found.paper_norm_bytes if method == "tent" else found.paper_cache_bytes
 
 
 @dataclass(frozen=True)
@@ -204,13 +171,13 @@ def largest_table(one: Outcome, most: int = 10) -> str:
 
 
 def ratios_table(ratios: Mapping[str, float]) -> str:
-    """Ratios by layer, or by block where layers are many."""
+    """Ratios by layer, or by group where layers are many."""
     from tabulate import tabulate
 
-    blocks = report.blocks_of(ratios) if len(ratios) > 2 * report.MOST_GROUPS else {name: name for name in ratios}
+    groups = report.groups_of(ratios) if len(ratios) > 2 * report.MOST_GROUPS else {name: name for name in ratios}
     found: dict[str, list[float]] = {}
     for name, ratio in ratios.items():
-        found.setdefault(blocks[name], []).append(ratio)
+        found.setdefault(groups[name], []).append(ratio)
     rows = [
         {
             "where": name,
@@ -220,91 +187,6 @@ def ratios_table(ratios: Mapping[str, float]) -> str:
         for name, some in found.items()
     ]
     return tabulate(rows, headers="keys", disable_numparse=True)
-
-
-def all_paper() -> int:
-    """Every static figure of the paper against what the shapes give: 0 where all agree to 1 MiB."""
-    from tabulate import tabulate
-
-    rows, worst = [], 0.0
-    cases = [(name, zoo.input_shape(name), figures) for name, figures in PUBLISHED.items()]
-    cases.append(("resnext29", (JETSON_BATCH, *zoo.input_shape("resnext29")[1:]), JETSON))
-    for name, shape, figures in cases:
-        found = plan(build(name).eval(), shape, train=lambda name, parameter: False)
-        for method in STATIC:
-            if method in figures:
-                ours = paper_bytes(method, found) / MIB
-                worst = max(worst, abs(ours - figures[method]))
-                title = {"source": "Source, BN-stat", "tent": "TENT", "full": "full tuning, CoTTA"}.get(method, method)
-                cells = [name, "x".join(map(str, shape)), title, f"{figures[method]:g}", f"{ours:.1f}"]
-                rows.append([*cells, f"{ours - figures[method]:+.2f}"])
-    print(tabulate(rows, ["model", "input", "method", "paper", "ours", "difference"], disable_numparse=True))
-    print(f"MiB; {len(rows)} figures, the largest difference is {worst:.2f} MiB:", end=" ")
-    print("all within 1 MiB" if worst <= 1 else "NOT all within 1 MiB")
-    return 0 if worst <= 1 else 1
-
-
-def shape_that_fits(shape: Sequence[int], saved_bytes: int) -> tuple[int, ...]:
-    """A smaller input of about VERIFY_BYTES: fewer images, two at the least, then smaller ones."""
-    batch, *rest = shape
-    each = saved_bytes / max(batch, 1)
-    batch = min(batch, max(2, int(VERIFY_BYTES / max(each, 1))))
-    while each * batch > VERIFY_BYTES and min(rest[-2:]) >= 128:
-        rest[-2:] = [size // 2 // 32 * 32 for size in rest[-2:]]
-        each /= 4
-    return (batch, *rest)
-
-
-def verify(name: str, shape: Sequence[int], dtype: torch.dtype, saved_bytes: int, static: Sequence[float]) -> int:
-    """Runs the real thing against the plan: 0 where saved bytes are the same integers and peaks lie within 3 %.
-
-    The measured peak is of torch's CPU allocator, between operations: without the scratch of libraries.
-    """
-    from tabulate import tabulate
-
-    small = shape_that_fits(shape, saved_bytes)
-    model = build(name, dtype, real=True)
-    x = torch.randn(small).to(dtype)
-    study = Study(model, x)
-    cases: list[tuple[str, nn.Module, str, Any]] = [
-        ("TENT, norm layers", model, "norm", None),
-        ("full tuning", model, "all", None),
-        *((f"static {100 * ratio:g} %", study.rewritten, "all", ratio) for ratio in static),
-        ("SURGEON, by memory term", study.rewritten, "all", study.memory_ratios()),
-    ]
-    rows, agrees = [], True
-    for title, which, train, used in cases:
-        predicted = plan(which, x, ratios=used, train=train)
-        saved, peak = _measured(which, x, train, used)
-        equal = "equal" if predicted.saved_bytes == saved else "NOT EQUAL"
-        off = f"{100 * (predicted.peak_bytes / peak - 1):+.2f} %"
-        rows.append(
-            [title, f"{predicted.saved_bytes:,}", f"{saved:,}", equal, f"{predicted.peak_bytes:,}", f"{peak:,}", off]
-        )
-        agrees &= predicted.saved_bytes == saved and abs(predicted.peak_bytes / peak - 1) <= 0.03
-    reduced = "" if tuple(shape) == small else f", reduced from {'x'.join(map(str, shape))}"
-    print(f"\nthe real thing at {'x'.join(map(str, small))}{reduced}: bytes that backward holds, and peak of the step")
-    headers = ["method", "saved, planned", "measured", "", "peak, planned", "measured", ""]
-    align = ("left", "right", "right", "left", "right", "right", "right")
-    print(tabulate(rows, headers, disable_numparse=True, colalign=align))
-    return 0 if agrees else 1
-
-
-def _measured(model: nn.Module, x: Tensor, train: str, ratios: Any) -> tuple[int, int]:
-    """Saved bytes and peak of a real step."""
-    from surgeon_fx.planner.facts import set_ratios, trains
-    from surgeon_fx.planner.measure import measured_peak
-
-    chosen, before = trains(model, train), {p: p.requires_grad for p in model.parameters()}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(chosen(name, parameter))
-    if ratios is not None:
-        set_ratios(model, ratios)
-    try:
-        return retained_bytes(model(x), model), measured_peak(model, x)[0]
-    finally:
-        for parameter, required in before.items():
-            parameter.requires_grad_(required)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -321,8 +203,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train", choices=("all", "norm"), default="all", help="what static and surgeon train")
     parser.add_argument("--html", type=Path, metavar="PATH", help="write a page on the last method's plan")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every number")
-    parser.add_argument("--verify", action="store_true", help="run the real thing, at a size that fits, and compare")
-    parser.add_argument("--all-paper", action="store_true", help="every static figure of the paper against ours")
 
 
 def parse_size(text: str) -> list[int]:
@@ -344,16 +224,22 @@ def _methods(text: str) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command. 2 where the arguments make no sense, 1 where a check fails."""
-    return answer(lambda _: all_paper() if arguments.all_paper else _run(arguments), arguments)
+    """The command. 2 where the arguments make no sense."""
+    return answer(_run, arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    compare(arguments)
+    return 0
+
+
+def compare(arguments: argparse.Namespace, published: Mapping[str, float] | None = None) -> tuple[Study, list[Outcome]]:
+    """Prints and writes what is asked for. `published` are figures by method, in MiB, of the model at its own input."""
     dtype = DTYPES[arguments.dtype]
     shape = input_shape(arguments.model, arguments.batch, arguments.size)
     usual = shape == tuple(zoo.input_shape(arguments.model)) and dtype == torch.float32
     x = torch.empty(shape, dtype=dtype, device="meta")
-    study = Study(build(arguments.model, dtype), x, PUBLISHED.get(arguments.model) if usual else None)
+    study = Study(build(arguments.model, dtype), x, published if usual else None)
     chosen, title, fitted = None, "by memory term", None
     if arguments.ratios:
         chosen, title = read_ratios(arguments.ratios), f"ratios of {arguments.ratios.name}"
@@ -372,10 +258,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"\n{arguments.html}: {last.title}")
     if arguments.json:
         arguments.json.write_text(json.dumps(_everything(arguments.model, shape, outcomes, fitted)) + "\n")
-    if not arguments.verify:
-        return 0
-    saved = next((one.plan for one in outcomes if one.method == "full"), None) or plan(study.model, x, train="all")
-    return verify(arguments.model, shape, dtype, saved.saved_bytes, arguments.ratio)
+    return study, outcomes
 
 
 def _everything(name: str, shape: Sequence[int], outcomes: Sequence[Outcome], fitted: Fit | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ EAGER, HELD, LIVE, PEAK, BACKWARD = "#c9d7e8", "#3b6ea5", "#3b6ea5", "#b3412e", 
 
 
 def table(plan: Plan) -> str:
-    """Totals, then what is held, largest first: by tensor, by block or by stage, whichever is the finest that fits."""
+    """Totals, then what is held, largest first: by tensor, by group or by stage, whichever is the finest that fits."""
     from tabulate import tabulate
 
     groups = sorted(folded(plan.rows), key=lambda group: -held_bytes(group[1]))
@@ -62,8 +62,8 @@ def shape_text(row: PlanRow) -> str:
     return "x".join(map(str, row.shape)) or "scalar"
 
 
-def blocks_of(names: Iterable[str]) -> dict[str, str]:
-    """The block of each layer: its name up to the first number that tells it from a neighbour, as in `layer1.0`."""
+def groups_of(names: Iterable[str]) -> dict[str, str]:
+    """The group that a table puts each layer in: its name up to the first number that tells it from a neighbour."""
     names = list(names)
     siblings: dict[str, set[str]] = {}
     for name in names:
@@ -72,43 +72,43 @@ def blocks_of(names: Iterable[str]) -> dict[str, str]:
             if part.isdigit():
                 siblings.setdefault(".".join(parts[:i]), set()).add(part)
 
-    def block(name: str) -> str:
+    def group(name: str) -> str:
         parts = name.split(".")
         for i, part in enumerate(parts):
             if part.isdigit() and len(siblings[".".join(parts[:i])]) > 1:
                 return ".".join(parts[: i + 1])
         return name
 
-    return {name: block(name) for name in names}
+    return {name: group(name) for name in names}
 
 
-def _stages_of(blocks: dict[str, str]) -> dict[str, str]:
-    """Neighbouring blocks as one: `layer1.0` to `layer1.2` is `layer1.[0-2]`; other layers by what they are part of."""
+def _stages_of(groups: dict[str, str]) -> dict[str, str]:
+    """Neighbouring groups as one: `layer1.0` to `layer1.2` is `layer1.[0-2]`; other layers by what they are part of."""
     numbers: dict[str, list[int]] = {}
-    for block in blocks.values():
-        prefix, _, last = block.rpartition(".")
+    for group in groups.values():
+        prefix, _, last = group.rpartition(".")
         if last.isdigit():
             numbers.setdefault(prefix, []).append(int(last))
 
-    def stage(block: str) -> str:
-        prefix, _, last = block.rpartition(".")
+    def stage(group: str) -> str:
+        prefix, _, last = group.rpartition(".")
         if last.isdigit():
             low, high = min(numbers[prefix]), max(numbers[prefix])
-            return f"{prefix}.[{low}-{high}]".removeprefix(".") if low < high else block
-        return prefix or block
+            return f"{prefix}.[{low}-{high}]".removeprefix(".") if low < high else group
+        return prefix or group
 
-    return {name: stage(block) for name, block in blocks.items()}
+    return {name: stage(group) for name, group in groups.items()}
 
 
 def folded(rows: list[PlanRow]) -> list[tuple[str, list[PlanRow]]]:
     names = list(dict.fromkeys(row.layer for row in rows))
     if len(rows) <= MOST_GROUPS:
         return [(f"{row.layer or '(model)'} {shape_text(row)}", [row]) for row in rows]
-    blocks = blocks_of(names)
-    stages = _stages_of(blocks)
+    groups = groups_of(names)
+    stages = _stages_of(groups)
     tops = {name: stages[name].partition(".")[0] for name in names}
     found: dict[str, list[PlanRow]] = {}
-    for level in (dict(zip(names, names, strict=True)), blocks, stages, tops):
+    for level in (dict(zip(names, names, strict=True)), groups, stages, tops):
         found = {}
         for row in rows:
             found.setdefault(level[row.layer] or "(model)", []).append(row)
@@ -200,7 +200,7 @@ def is_steep(rows: list[PlanRow]) -> bool:
 
 def stretches(rows: list[PlanRow]) -> list[tuple[str, int, int]]:
     """Rows in network order as stages: name, first row, and the one after its last."""
-    stages = _stages_of(blocks_of(row.layer for row in rows))
+    stages = _stages_of(groups_of(row.layer for row in rows))
     found: list[tuple[str, int, int]] = []
     at = 0
     for name, members in groupby(stages[row.layer] for row in rows):

@@ -1,22 +1,16 @@
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from stream_cases import acdc, cifar, picture
+from tta_score import Score
+from tta_stream import CORRUPTIONS, open_stream
 
-from surgeon_fx.adapt.score import Score
-from surgeon_fx.adapt.stream import CORRUPTIONS, open_stream
+from surgeon_fx.adapt.shift import Shift
 
-
-def cifar(folder, count=10, severities=1, names=("fog", "gaussian_noise", "clean"), labels=None):
-    """Images whose pixels all have their number, so that a test can tell which is which."""
-    folder.mkdir(exist_ok=True)
-    numbers = np.arange(count * severities, dtype=np.uint8)
-    for name in names:
-        np.save(folder / f"{name}.npy", np.broadcast_to(numbers[:, None, None, None], (len(numbers), 8, 8, 3)))
-    np.save(folder / "labels.npy", np.tile(np.arange(count) % 7, severities) if labels is None else labels)
-    return folder
+CORRUPTED = Path(__file__).parents[3] / "shared" / "data" / "cifar10c"
 
 
 def numbers_of(domain, batch=4, seed=0):
@@ -116,11 +110,6 @@ def test_folders_and_files_that_are_not_what_they_should_be(tmp_path):
         next(domain.batches(1, seed=-1))
 
 
-def picture(path, size, value, mode="RGB"):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new(mode, size, value).save(path)
-
-
 def test_imagenet_labels_are_ranks_of_the_synsets(tmp_path):
     for rank, synset in enumerate(["n02", "n01", "n10"]):
         for i in range(2):
@@ -139,15 +128,6 @@ def test_imagenet_labels_are_ranks_of_the_synsets(tmp_path):
     (tmp_path / "snow" / "3").mkdir(parents=True)
     with pytest.raises(ValueError, match="has no such image"):
         open_stream(tmp_path, severity=3)
-
-
-def acdc(folder):
-    for condition in ("snow", "fog"):
-        for i in range(3):
-            name = f"{condition}/train/GP01/GP01_frame_{i:06d}"
-            picture(folder / "rgb_anon" / f"{name}_rgb_anon.png", (48, 32), (50 * i,) * 3)
-            picture(folder / "gt" / f"{name}_gt_labelTrainIds.png", (48, 32), i, "L")
-    return folder
 
 
 def test_acdc_keeps_its_order_and_its_labels_their_size(tmp_path):
@@ -191,3 +171,14 @@ def test_the_error_of_pixels_is_one_minus_miou():
     assert Score(19, segmentation=True).add(logits, torch.full((1, 2, 4), 255)) == 0
     with pytest.raises(ValueError, match="19 logits a pixel"):
         score.add(torch.zeros(1, 5, 1, 2), y)
+
+
+@pytest.mark.skipif(not CORRUPTED.exists(), reason="the corrupted CIFAR-10 images are not beside the checkout")
+def test_shift_on_real_corruptions():
+    """In batches of 200, every change of look is told once, and nothing inside a corruption is."""
+    shift, told = Shift(), {}
+    for domain in open_stream(CORRUPTED).domains:
+        told[domain.name] = [shift(x) for x, _ in domain.batches(200)]
+    assert not any(any(batches[1:]) for batches in told.values())
+    alike = {"shot_noise", "zoom_blur", "pixelate", "jpeg_compression"}  # each like the one before
+    assert {name for name, batches in told.items() if not batches[0]} == alike

@@ -13,7 +13,7 @@ from torch import nn
 import surgeon_fx
 from surgeon_fx import adapt
 from surgeon_fx.adapt.augment import augment
-from surgeon_fx.blocks import blocks
+from surgeon_fx.modules import blocks
 
 
 def test_users_own_optimizer_scheduler_and_loss(model, x):
@@ -95,14 +95,6 @@ def test_normalisation_in_front(x):
     adapter = adapt.Surgeon(model, css=True, cr=True)
     assert adapter(torch.rand(4, 3, 32, 32)).shape == (4, 10)
     assert all(name.startswith("model.") for name in adapter.importance.G)
-
-
-def test_blocks_of_a_wrapped_network():
-    bare = surgeon_fx.zoo.create("resnet20_cifar")
-    wrapped = nn.Sequential(OrderedDict(normalize=nn.Identity(), model=bare))
-    assert list(blocks(wrapped)) == [f"model.{name}" for name in blocks(bare)]
-    assert len(blocks(bare)) == 9
-    assert len(blocks(surgeon_fx.zoo.create("resnet50"))) == 16
 
 
 def test_one_autocast_block_around_many_batches(model, x):

@@ -18,17 +18,17 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from common import ChildProcess, Environment, Meter, Row, peak_unavailable_reason, spread
+from paper_figures import checkpointing_bytes
 from torch import Tensor, nn
+from tta_runs import BENCHMARK, FORWARD_ONLY, NORM_ONLY, Setting, Trial
+from tta_stream import Stream
 
+import surgeon_fx
 from surgeon_fx.adapt import Checkpointed
-from surgeon_fx.adapt.runs import BENCHMARK, FORWARD_ONLY, NORM_ONLY, Setting, Trial
-from surgeon_fx.adapt.stream import Stream
-from surgeon_fx.api import MARK
-from surgeon_fx.blocks import blocks
+from surgeon_fx.api import is_transformed
+from surgeon_fx.modules import blocks
 from surgeon_fx.planner import arithmetic
-from surgeon_fx.planner.methods import checkpointing_bytes
-from surgeon_fx.planner.plan import plan
-from surgeon_fx.records import ChildProcess, Environment, Meter, Row, peak_unavailable_reason, spread
 from surgeon_fx.retained import retained_bytes
 
 WARM_UPS = 2
@@ -88,8 +88,7 @@ class Worker:
         finally:
             for handle in handles:
                 handle.remove()
-        shared = self.adapter.model.__dict__.get(MARK)
-        ratios = {} if shared is None else dict(shared.table)
+        ratios = dict(surgeon_fx.ratios(self.adapter.model)) if is_transformed(self.adapter.model) else {}
         return {"held": max(held), "gflops": counter.get_total_flops() / 1e9, "ratios": ratios}
 
 
@@ -106,7 +105,7 @@ class Process(ChildProcess):
     """A worker in a process of its own."""
 
     def __init__(self, setting: Setting, trial: Trial, threads: int) -> None:
-        super().__init__(trial.method, [sys.executable, "-m", "surgeon_fx.adapt.measure"])
+        super().__init__(trial.method, [sys.executable, __file__])
         self.send(json.dumps({"setting": asdict(setting), "trial": asdict(trial), "threads": threads}))
 
 
@@ -158,13 +157,13 @@ def rows_of(
 
 def paper_count(model: nn.Module, shape: tuple[int, ...]) -> Callable[[str, Mapping[str, float]], int]:
     """The paper's accounting: inputs of conv, linear and norm layers, as a function of method and ratios."""
-    layers = plan(model.eval(), shape, train=lambda name, parameter: False).layers
+    layers = surgeon_fx.plan(model.eval(), shape, train=lambda name, parameter: False).layers
 
     def count(method: str, ratios: Mapping[str, float]) -> int:
         if method in FORWARD_ONLY:
             return arithmetic.largest_bytes(layers)
         if method == "checkpoint":
-            return checkpointing_bytes(layers)
+            return checkpointing_bytes(layers, blocks(model))
         return arithmetic.paper_cache_bytes(layers, ratios, kind="norm" if method in NORM_ONLY else None)
 
     return count

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import Environment, Row
 from torch import nn
+from tta_score import Score
+from tta_stream import Stream, open_stream
 
 from surgeon_fx import zoo
 from surgeon_fx.adapt import METHODS, Adapter
-from surgeon_fx.adapt.score import Score
-from surgeon_fx.adapt.stream import Stream, open_stream
-from surgeon_fx.records import Environment, Row
 from surgeon_fx.zoo.external import require
 from surgeon_fx.zoo.layers import ImageNormalizer
 from surgeon_fx.zoo.resnet import IMAGENET_MEAN, IMAGENET_STD

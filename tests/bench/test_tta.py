@@ -7,18 +7,20 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from test_stream import acdc, cifar
+import tta
+import tta_measure
+from common import Row, read_rows
+from stream_cases import acdc, cifar
 from torch import nn
+from tta import main
+from tta_runs import Setting, Trial, latest, open_model
 
 from surgeon_fx import zoo
-from surgeon_fx.adapt import METHODS, Step, command, measure
-from surgeon_fx.adapt.runs import Setting, Trial, latest, open_model
-from surgeon_fx.cli import main
-from surgeon_fx.records import Row, read_rows
+from surgeon_fx.adapt import METHODS, Step
 from surgeon_fx.retained import retained_bytes
 from surgeon_fx.zoo.registry import ENTRIES, Entry
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "tta.py"
 REAL = ROOT.parent / "shared" / "data"
 
@@ -54,8 +56,11 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+JSON = ["--json", "tta.jsonl"]
+
+
 def adapt(*arguments):
-    return main(["adapt", "--data", "data", "--model", "tiny", "--no-measure", *arguments])
+    return main(["--data", "data", "--model", "tiny", "--no-measure", *JSON, *arguments])
 
 
 def rows(path="tta.jsonl"):
@@ -188,12 +193,12 @@ def test_resume_runs_what_is_missing(fake, capsys):
 def test_from_json_reports_every_setting_and_runs_nothing(fake, capsys):
     assert adapt("--method", "full") == 0
     first = capsys.readouterr().out
-    assert main(["adapt", "--from-json"]) == 0
+    assert main(["--from-json", *JSON]) == 0
     assert capsys.readouterr().out == first
     assert adapt("--method", "full", "--batch", "5", "--resume") == 0
     second = capsys.readouterr().out
     ran = Fake.batches
-    assert main(["adapt", "--from-json"]) == 0
+    assert main(["--from-json", *JSON]) == 0
     assert capsys.readouterr().out == f"{first}\n{second}"
     assert Fake.batches == ran
 
@@ -202,7 +207,7 @@ def test_an_interrupted_run_has_no_mean(fake, capsys):
     assert adapt("--method", "full") == 0
     Path("tta.jsonl").write_text(Path("tta.jsonl").read_text().splitlines()[0] + "\n")
     capsys.readouterr()
-    assert main(["adapt", "--from-json"]) == 0
+    assert main(["--from-json", *JSON]) == 0
     assert re.search(r"^full +0.0001 +80.0$", capsys.readouterr().out.replace("  \n", "\n"), re.MULTILINE)
 
 
@@ -222,7 +227,7 @@ def test_random_order_is_another_for_each_seed(folder):
 def test_segmentation_counts_classes_of_pixels(folder, monkeypatch, capsys):
     monkeypatch.setitem(ENTRIES, "tiny", Entry("tiny", lambda: nn.Conv2d(3, 19, 3, 2), (1, 3, 16, 24), 19, ""))
     acdc(folder / "acdc")
-    assert main(["adapt", "--data", "acdc", "--model", "tiny", "--size", "16x24", "--no-measure"]) == 0
+    assert main(["--data", "acdc", "--model", "tiny", "--size", "16x24", "--no-measure", *JSON]) == 0
     out, err = capsys.readouterr()
     assert "train split, batches of 1" in out
     assert "online 1 - mIoU in %" in out
@@ -264,7 +269,7 @@ def test_arguments_are_checked(folder, capsys, arguments, message):
 
 
 def test_no_data_and_too_few_classes(folder, monkeypatch, capsys):
-    assert main(["adapt"]) == 2
+    assert main([]) == 2
     assert "--data must name a folder" in capsys.readouterr().err
     np.save("data/labels.npy", np.arange(10))
     assert adapt("--method", "source") == 2
@@ -287,7 +292,7 @@ def test_a_worker_finds_what_a_call_holds(folder):
     threads, found = torch.get_num_threads(), {}
     for method in ("source", "full", "checkpoint", "static", "surgeon"):
         options = {"ratio": 0.9} if method == "static" else {}
-        worker = measure.Worker(setting(folder, "wrn16_1"), Trial(method, options, None, 0), threads)
+        worker = tta_measure.Worker(setting(folder, "wrn16_1"), Trial(method, options, None, 0), threads)
         assert worker.turn("warm") == {}
         found[method] = worker.turn("count") | worker.turn("time")
         if method == "full":
@@ -303,7 +308,7 @@ def test_a_worker_finds_what_a_call_holds(folder):
 
 
 def test_the_papers_count_follows_method_and_ratios():
-    count = measure.paper_count(zoo.create("wrn16_1"), (4, 3, 8, 8))
+    count = tta_measure.paper_count(zoo.create("wrn16_1"), (4, 3, 8, 8))
     full, tent = count("full", {}), count("tent", {})
     assert count("source", {}) < tent < full
     assert count("source", {}) < count("checkpoint", {}) < full
@@ -332,7 +337,7 @@ def test_measured_again_only_where_something_is_missing(folder, monkeypatch, cap
         values = {"held": 1 << 20, "peak": 3 << 20, "gflops": 2.0, "ratios": {}}
         return {trial.method: [values, {"batch": 0.5}, {"batch": 1.5}] for trial in trials}
 
-    monkeypatch.setattr(command, "measure", turns)
+    monkeypatch.setattr(tta, "measure", turns)
     for methods in ("full", "full", "source,full"):
         assert adapt("--method", methods, "--measure", "--resume") == 0
     assert asked == [["full"], ["source", "full"]]
@@ -346,13 +351,13 @@ def test_plots_are_made_of_rows(folder):
     pytest.importorskip("matplotlib")
     assert adapt("--method", "source,surgeon", "--plot", "plots/") == 0
     assert sorted(path.name for path in Path("plots").iterdir()) == ["errors.png", "ratios_surgeon.png"]
-    assert main(["adapt", "--from-json", "--plot", "some/tiny"]) == 0
+    assert main(["--from-json", *JSON, "--plot", "some/tiny"]) == 0
     assert sorted(path.name for path in Path("some").iterdir()) == ["tiny_errors.png", "tiny_ratios_surgeon.png"]
 
 
 def test_a_measuring_process_that_fails_is_named(folder):
     bad = setting(folder, "wrn16_1")
-    process = measure.Process(bad, Trial("full", {"no_such_option": 1}, None, 0), 1)
+    process = tta_measure.Process(bad, Trial("full", {"no_such_option": 1}, None, 0), 1)
     try:
         with pytest.raises(ValueError, match="full: the process that measures it ended with code 1"):
             process.ask("warm")
@@ -362,7 +367,7 @@ def test_a_measuring_process_that_fails_is_named(folder):
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="needs shared/data beside the repository: CIFAR-10-C and weights")
 def test_adapting_batch_statistics_helps_on_real_fog(tmp_path):
-    command = ["adapt", "--data", str(REAL / "cifar10c"), "--model", "resnet20_cifar", "--no-measure"]
+    command = ["--data", str(REAL / "cifar10c"), "--model", "resnet20_cifar", "--no-measure"]
     command += ["--weights", str(REAL / "weights" / "cifar10_resnet20.safetensors"), "--corruptions", "fog,contrast"]
     command += ["--limit", "100", "--batch", "50", "--method", "source,tent", "--json", str(tmp_path / "tta.jsonl")]
     assert main(command) == 0
@@ -376,7 +381,7 @@ def test_the_transformer_in_the_repository_knows_clean_images_and_adapts(tmp_pat
     """`bench/train_vit.py` wrote its weights: four of five clean images are right."""
     weights = ROOT / "bench" / "weights" / "vit_cifar.safetensors"
     assert weights.stat().st_size < 5e6
-    command = ["adapt", "--data", str(REAL / "cifar10c"), "--model", "vit_cifar", "--weights", str(weights)]
+    command = ["--data", str(REAL / "cifar10c"), "--model", "vit_cifar", "--weights", str(weights)]
     command += ["--corruptions", "clean,fog", "--limit", "200", "--batch", "100", "--no-measure"]
     assert main([*command, "--method", "source,surgeon", "--json", str(tmp_path / "tta.jsonl")]) == 0
     found = {(row.provider, row.case["corruption"]): row.p50 for row in rows(tmp_path / "tta.jsonl")}

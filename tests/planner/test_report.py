@@ -60,7 +60,7 @@ def test_an_eager_table_has_no_ratios():
     assert "pruned" not in text
 
 
-def test_deep_models_fold_by_block_and_deeper_ones_by_stage():
+def test_deep_models_fold_by_group_and_deeper_ones_by_stage():
     assert "\nlayer1.0 " in str(planned("resnet20_cifar"))
     deep = str(planned("resnet56_cifar"))
     assert "\nlayer3.[0-8] " in deep
@@ -68,7 +68,7 @@ def test_deep_models_fold_by_block_and_deeper_ones_by_stage():
 
 
 @pytest.mark.parametrize(
-    ("names", "blocks"),
+    ("names", "groups"),
     [
         (["conv1", "layer1.0.conv1", "layer1.1.conv1"], ["conv1", "layer1.0", "layer1.1"]),
         (["model.layer1.0.downsample.0", "model.layer1.1.conv1"], ["model.layer1.0", "model.layer1.1"]),
@@ -76,8 +76,8 @@ def test_deep_models_fold_by_block_and_deeper_ones_by_stage():
         (["", "head"], ["", "head"]),
     ],
 )
-def test_blocks_are_read_off_names(names, blocks):
-    assert list(report.blocks_of(names).values()) == blocks
+def test_groups_are_read_off_names(names, groups):
+    assert list(report.groups_of(names).values()) == groups
 
 
 def test_json_parses_back_to_the_same_numbers(one, tmp_path):

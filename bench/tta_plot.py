@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from surgeon_fx.adapt.report import SHORT, Line, by_seed, labels, line_of, ordered, settings
-from surgeon_fx.records import Row
+from common import Row
+from tta_report import SHORT, Line, by_seed, labels, line_of, ordered, settings
 
 MOST_NAMES = 40  # layers that are named on an axis
 

@@ -1,4 +1,4 @@
-"""The blocks of a network: the units of gradient checkpointing."""
+"""The parts of a network that have a name: norm layers, and blocks, the units of gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,32 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 CONTAINERS = (nn.Sequential, nn.ModuleList)
+Trains = str | Callable[[str, nn.Parameter], bool] | None
+
+
+def is_norm_layer(module: nn.Module) -> bool:
+    """Whether a module is a norm layer: one of torch's, or one with parameters whose class is named as such."""
+    named = "Norm" in type(module).__name__ and any(p is not None for p in module._parameters.values())
+    return named or isinstance(module, NORM_LAYERS)
+
+
+def trains(model: nn.Module, which: Trains) -> Callable[[str, nn.Parameter], bool]:
+    """Which parameters are trained: "all", those of norm layers ("norm"), a function's choice, or what requires it."""
+    if which is None:
+        return lambda name, parameter: parameter.requires_grad
+    if which == "all":
+        return lambda name, parameter: True
+    if which == "norm":
+        owners = dict(model.named_modules())
+        return lambda name, parameter: is_norm_layer(owners[name.rpartition(".")[0]])
+    if callable(which):
+        return which
+    raise ValueError(f"train must be 'all', 'norm' or a function of name and parameter, got {which!r}")
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:

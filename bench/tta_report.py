@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from common import MIB, Row
+
 from surgeon_fx.adapt import METHODS
-from surgeon_fx.planner.report import MIB
-from surgeon_fx.records import Row
 
 SHORT = {
     "gaussian_noise": "Gauss",
