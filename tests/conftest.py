@@ -7,7 +7,6 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
-from adapt_cases import Small
 from hypothesis import settings
 from model_cases import MODELS
 
@@ -23,16 +22,3 @@ def case(request):
     torch.manual_seed(0)
     build, shape = MODELS[request.param]
     return build(), torch.randn(shape)
-
-
-@pytest.fixture
-def model():
-    """What the adaptation tests adapt."""
-    torch.manual_seed(0)
-    return Small()
-
-
-@pytest.fixture
-def x():
-    """A batch for it."""
-    return torch.rand(8, 3, 12, 12, generator=torch.Generator().manual_seed(1))
