@@ -1,26 +1,39 @@
-"""The passes, in their order. A pass takes a graph module, changes its graph, and says whether it did."""
+"""The passes, in their order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
 
 from surgeon_fx.config import Config
-from surgeon_fx.passes.attention import fuse_attention
-from surgeon_fx.passes.functions import rewrite_functions
+from surgeon_fx.passes.fuse_attention import fuse_attention_pass
+from surgeon_fx.passes.rewrite_checkpoints import rewrite_checkpoints_pass
+from surgeon_fx.passes.rewrite_saves import rewrite_saves_pass
+from surgeon_fx.passes.tag_saves import Layers, saving_of, tag_saves_pass
 
-Pass = Callable[[fx.GraphModule], bool]
-
-
-def passes_for(config: Config) -> tuple[Pass, ...]:
-    return (*((fuse_attention,) if config.fuse_attention else ()), rewrite_functions)
+Pass = Callable[[fx.GraphModule], PassResult]
 
 
-def rewrite(gm: fx.GraphModule, passes: tuple[Pass, ...]) -> fx.GraphModule:
-    """Runs the passes and compiles what they made."""
-    changed = [run(gm) for run in passes]
+def passes_for(layers: Layers, config: Config) -> tuple[Pass, ...]:
+    return (
+        *((fuse_attention_pass,) if config.fuse_attention else ()),  # changes rounding: on request
+        partial(rewrite_checkpoints_pass, layers=layers, rewrite_body=partial(run_passes, config=config)),
+        partial(tag_saves_pass, layers=layers),
+        rewrite_saves_pass,
+    )
+
+
+def run_passes(gm: fx.GraphModule, layers: Layers, config: Config) -> dict[str, int]:
+    """Runs the passes over a captured graph, in place. Returns how many nodes each rule took."""
+    changed = [run(gm).modified for run in passes_for(layers, config)]
     if any(changed):
         gm.graph.lint()
         gm.recompile()
-    return gm
+    counts: dict[str, int] = {}
+    for node in gm.graph.nodes:
+        if (saving := saving_of(node)) is not None:
+            counts[saving.rule] = counts.get(saving.rule, 0) + 1
+    return counts

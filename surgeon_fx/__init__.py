@@ -1,7 +1,7 @@
 """surgeon_fx: train where memory is short."""
 
 from surgeon_fx import adapt, kernels, zoo
-from surgeon_fx.api import NoEffectWarning, ratios, transform
+from surgeon_fx.api import NoEffectWarning, ratios, restore, transform
 from surgeon_fx.config import Config
 from surgeon_fx.explain import explain
 from surgeon_fx.importance import Importance, refresh
@@ -23,6 +23,7 @@ __all__ = [
     "plan",
     "ratios",
     "refresh",
+    "restore",
     "transform",
     "zoo",
 ]

@@ -13,6 +13,8 @@ import ctypes
 import logging
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 from surgeon_fx.kernels import native
@@ -75,3 +77,12 @@ def describe() -> str:
     if reason := unchanged_reason():
         return f"left as it is ({reason}): freed activations may stay in the process"
     return "glibc with its own settings: freed activations stay in the process until surgeon_fx.transform sets them"
+
+
+@contextmanager
+def forward_pass() -> Iterator[None]:
+    """Around the forward of a transformed model: when it ends, or raises, freed blocks go back."""
+    try:
+        yield
+    finally:
+        trim()

@@ -1,4 +1,4 @@
-"""`transform`: a drop-in copy of a model that keeps less for backward."""
+"""`transform`: a drop-in copy of a model that keeps less for backward, and the way back."""
 
 from __future__ import annotations
 
@@ -12,22 +12,11 @@ from torch import nn
 
 from surgeon_fx.allocator import return_freed_memory
 from surgeon_fx.config import Config
-from surgeon_fx.ops.layers import LayerForward, has_ratio, module_kind
-from surgeon_fx.ops.runtime import Rewrite
-from surgeon_fx.passes.graph import GraphForward
-from surgeon_fx.passes.pipeline import passes_for
+from surgeon_fx.modules import is_layer
 from surgeon_fx.ratio_table import RatioTable
+from surgeon_fx.runtime import Forward, Named, Rewrite
 
 MARK = "_surgeon_fx"  # where a transformed model keeps its Rewrite
-PLAIN = (
-    nn.Sequential,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.Identity,
-    nn.Flatten,
-    nn.Unflatten,
-    nn.Embedding,
-)  # no functions
 
 
 class NoEffectWarning(UserWarning):
@@ -46,26 +35,48 @@ def transform(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule":  # its forward is fixed, and would be that of the model itself
-            raise ValueError("model is compiled: transform it first, then call torch.compile on the result")
+        what = f"its part {name}" if name else "model"
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise ValueError(f"{what} is compiled: transform it first, then call torch.compile on the result")
         if MARK in module.__dict__:
-            what = f"its part {name}" if name else "model"
             raise ValueError(f"{what} is already transformed; change its ratios through surgeon_fx.ratios(...)")
-    names = {id(module): name for name, module in reversed(list(model.named_modules()))}
-    allowed = {name: m for name, m in model.named_modules() if filter_fn is None or filter_fn(m, name)}
-    chosen = {name: kind for name, module in allowed.items() if (kind := module_kind(module))}
-    shared = Rewrite(RatioTable(name for name, module in allowed.items() if has_ratio(module)))
+    layers = [name for name, module in model.named_modules() if is_layer(module)]
+    chosen = [n for n in layers if filter_fn is None or filter_fn(model.get_submodule(n), n)]
     if config.return_freed_memory:
         return_freed_memory()
-    if not chosen and not shared.table:
+    if not chosen:
         warnings.warn("surgeon_fx.transform found nothing to rewrite", NoEffectWarning, stacklevel=2)
+    result = copy_structure(model)
+    rewrite = Rewrite(
+        result, {name: result.get_submodule(name) for name in chosen}, set(layers) - set(chosen), config
+    )
+    for name, module in rewrite.layers.items():
+        if not _has_one_function(module) and "forward" not in module.__dict__:
+            module.__dict__["forward"] = Named(module, rewrite, name)
+    for module in (result, *result.children()):  # parts may be called on their own
+        own = module.__dict__.get("forward")
+        if isinstance(module, torch.jit.ScriptModule) or (own is not None and not isinstance(own, MethodType | Named)):
+            continue  # somebody else's
+        module.__dict__["forward"] = Forward(module, rewrite, own.__func__ if isinstance(own, MethodType) else None)
+    result.__dict__[MARK] = rewrite
+    return result
+
+
+def _has_one_function(layer: nn.Module) -> bool:
+    """Whether a layer is one call that its weight belongs to, as torch's own are."""
+    native = next((t for t in type(layer).__mro__ if t.__module__.startswith("torch.nn")), None)
+    return layer._parameters.get("weight") is not None and type(layer).forward is getattr(native, "forward", None)
+
+
+def copy_structure(model: nn.Module) -> nn.Module:
+    """New modules over the same parameters and buffers."""
     copies: dict[int, nn.Module] = {}
 
     def copy(module: nn.Module) -> nn.Module:
         if isinstance(module, torch.jit.ScriptModule):  # not ours to open
             copies[id(module)] = module
         if id(module) not in copies:
-            new = copies[id(module)] = module.__new__(type(module))
+            new = copies[id(module)] = object.__new__(type(module))
             new.__dict__.update(module.__dict__)
             for key, value in module.__dict__.items():  # parameters, buffers, hooks: the copy has its own lists of them
                 if key.startswith("_") and isinstance(value, (dict, set)):
@@ -85,25 +96,11 @@ def transform(
             return {key: follow(item) for key, item in value.items()}
         return value
 
-    result, passes = copy(model), passes_for(config)
+    result = copy(model)
     for new in copies.values():
         for key, value in new.__dict__.items():
             if not key.startswith("_") and not key.endswith("_hooks") and _refers(value):
                 new.__dict__[key] = follow(value)
-    shared.layers = {name: copies[id(allowed[name])] for name in shared.table}
-    for module in model.modules():
-        name, new, root = names[id(module)], copies[id(module)], module is model
-        layer = name if name in shared.table else None
-        own = new.__dict__.get("forward")
-        if new is module or (own is not None and not isinstance(own, MethodType)):
-            continue  # somebody else's
-        if own is not None:
-            new.__dict__["forward"] = GraphForward(new, layer, passes, shared, root, own.__func__)
-        elif name in chosen:
-            new.__dict__["forward"] = LayerForward(new, chosen[name], layer, shared, root)
-        elif root or type(module).forward not in {plain.forward for plain in PLAIN}:
-            new.__dict__["forward"] = GraphForward(new, layer, passes, shared, root)
-    result.__dict__[MARK] = shared
     return result
 
 
@@ -113,14 +110,39 @@ def _refers(value: Any) -> bool:
     return isinstance(value, (nn.Module, MethodType)) or any(_refers(item) for item in items)
 
 
-def is_transformed(model: Any) -> bool:
-    """Whether a model is one that `transform` made."""
-    return isinstance(model, nn.Module) and MARK in model.__dict__
+def restore(model: nn.Module) -> nn.Module:
+    """A plain module over the live parameters and buffers of a transformed one."""
+    result = copy_structure(transformed_part(model))
+    del result.__dict__[MARK]
+    for module in result.modules():
+        if isinstance(forward := module.__dict__.get("forward"), Forward | Named):
+            del module.__dict__["forward"]
+            if isinstance(forward, Forward) and forward.own is not None:
+                module.__dict__["forward"] = MethodType(forward.own, module)
+    return result
+
+
+def transformed_part(model: nn.Module) -> nn.Module:
+    """The transformed model itself, or the one inside a wrapper (DDP, FSDP, peft, Lightning, accelerate, compiled)."""
+    if isinstance(model, nn.Module):
+        found = [(name, module) for name, module in model.named_modules() if MARK in module.__dict__]
+        if len(found) == 1:
+            return found[0][1]
+        if found:
+            raise ValueError(f"model holds several transformed ones: pass one of {', '.join(name for name, _ in found)}")
+    raise ValueError("model is not transformed: call surgeon_fx.transform(model) first")
+
+
+def is_transformed(model: nn.Module) -> bool:
+    """Whether a model is transformed, or wraps one that is."""
+    return any(MARK in module.__dict__ for module in model.modules())
+
+
+def rewrite_of(model: nn.Module) -> Rewrite:
+    """The state of a transformed model."""
+    return transformed_part(model).__dict__[MARK]
 
 
 def ratios(model: nn.Module) -> RatioTable:
-    """The ratio table of a transformed model."""
-    shared = model.__dict__.get(MARK) if isinstance(model, nn.Module) else None
-    if shared is None:
-        raise ValueError("model is not transformed: call surgeon_fx.transform(model) first")
-    return shared.table
+    """The ratio table of a transformed model, or of the one inside a wrapper."""
+    return rewrite_of(model).table

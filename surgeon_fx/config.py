@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """`return_freed_memory`: on Linux, have glibc give freed activations back to the system.
+    """`capture`: run rewritten FX graphs, captured by Dynamo; else the same operations are substituted call by call.
 
     `fuse_attention`: turn attention that is written out into `scaled_dot_product_attention`, which keeps no map for
     backward. Equal to rounding, not to the bit.
+
+    `return_freed_memory`: on Linux, have glibc give freed activations back to the system.
     """
 
-    return_freed_memory: bool = True
+    capture: bool = True
     fuse_attention: bool = False
+    return_freed_memory: bool = True

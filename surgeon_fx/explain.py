@@ -1,8 +1,11 @@
-"""`explain`: who keeps what alive for backward, and why memory did or did not drop."""
+"""`explain`: who keeps what alive for backward, and why memory did or did not drop.
+
+What is kept is read off autograd's graph after a forward. Operations of ours leave notes on its nodes, and whatever
+runs leaves the layer and the line of source it came from.
+"""
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,22 +17,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.autograd.graph import Node
+from torch.fx import GraphModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
-from surgeon_fx import allocator, kernels, passes
-from surgeon_fx.api import MARK
-from surgeon_fx.ops.policies import SMALL_BYTES, AsEager, Policy, storage_of
-from surgeon_fx.ops.runtime import hooks, state
-from surgeon_fx.ops.saved import Saved
-from surgeon_fx.passes.graph import SOURCE
+from surgeon_fx import allocator
+from surgeon_fx.api import is_transformed, rewrite_of
+from surgeon_fx.ops.keep import SMALL_BYTES
+from surgeon_fx.ops.slots import NOTES, Note
+from surgeon_fx.passes.capture import NOT_USERS, ORIGIN, Break, leave_origin
 from surgeon_fx.retained import nodes, saved_by, storages
 
 MIB = 1 << 20
-NOT_USERS = tuple(
-    f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, allocator, kernels, passes)
-)  # where the source line of a save is not looked for
 ATTENTION = ("Softmax", "Bmm", "MatMul")  # as they appear in the names of autograd nodes
 
 
@@ -50,12 +50,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Rows in the order of the forward. Printed, it is a table with the largest first."""
+    """Rows in the order of the forward. Printed, it is a table with the largest first.
+
+    `graphs` are the rewritten graphs that ran; `breaks` say where and why the model left them.
+    """
 
     rows: list[Row]
     transformed: bool
     held_bytes: int
     notes: list[str] = field(default_factory=list)
+    graphs: list[GraphModule] = field(default_factory=list)
+    breaks: list[Break] = field(default_factory=list)
 
     @property
     def dense_bytes(self) -> int:
@@ -96,28 +101,12 @@ class Explanation:
             f"{len(self.rows)} tensors: {self.dense_bytes / MIB:.1f} MiB dense, {self.held_bytes / MIB:.1f} MiB held "
             f"({ratio:.2f}); {100 * self.handled_share:.1f} % of the dense bytes handled"
         )
+        if self.transformed:
+            lines.append(f"{len(self.graphs)} graphs ran, {len(self.breaks)} breaks: see .graphs and .breaks")
         return "\n".join([*lines, *self.notes])
 
     def __str__(self) -> str:
         return self.table()
-
-
-@dataclass
-class _Save:
-    """One saving of one tensor."""
-
-    storage: int
-    bytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    layer: str
-    source: str
-    handled: bool
-    owner: str | None
-    numel: int
-    itemsize: int
-    saved: Saved
-    alive: StorageWeakRef  # so that no later storage takes the same identity
 
 
 def explain(model: nn.Module, *inputs: Any, **named_inputs: Any) -> Explanation:
@@ -125,10 +114,67 @@ def explain(model: nn.Module, *inputs: Any, **named_inputs: Any) -> Explanation:
 
     The forward is a real one: batch-norm statistics move and random numbers are drawn as in any training step.
     """
+    if not is_transformed(model):
+        path: list[str] = []
+        with module_path(model, path), Watcher(path):
+            outputs = model(*inputs, **named_inputs)
+        return explain_outputs(model, outputs, False)
+    rewrite = rewrite_of(model)
+    with observed(model) as path:
+        rewrite.ran, rewrite.outside = [], []
+        try:
+            with module_path(model, path) if not rewrite.config.capture else _nothing():
+                outputs = model(*inputs, **named_inputs)
+            ran, outside = list(dict.fromkeys(map(id, rewrite.ran))), list(dict.fromkeys(rewrite.outside))
+            captures = [next(c for c in rewrite.ran if id(c) == one) for one in ran]
+        finally:
+            rewrite.ran = rewrite.outside = None
+    found = explain_outputs(model, outputs, True)
+    found.graphs.extend(capture.graph for capture in captures)
+    found.breaks.extend([*(c.broke for c in captures if c.broke is not None), *outside])
+    return found
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def observed(model: nn.Module) -> Iterator[list[str]]:
+    """While a transformed model runs: operations leave notes, calls their origin. Yields the path of modules."""
+    rewrite = rewrite_of(model)
     path: list[str] = []
-    with module_path(model, path), observed(path) as saves:
-        outputs = model(*inputs, **named_inputs)
-    return explain_outputs(model, outputs, saves, MARK in model.__dict__)
+    before = rewrite.slots.observed, rewrite.watcher
+    rewrite.slots.observed, rewrite.watcher = True, Watcher(path)
+    try:
+        yield path
+    finally:
+        rewrite.slots.observed, rewrite.watcher = before
+
+
+class Watcher(TorchFunctionMode):
+    """Leaves on every new autograd node the module and the line of source that made it."""
+
+    def __init__(self, path: Sequence[str]) -> None:
+        super().__init__()
+        self.path = path
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled():
+            leave_origin(result, self.path[-1] if self.path else "", _source(sys._getframe(1)))
+        return result
+
+
+def _source(frame: FrameType | None) -> str:
+    """The nearest line of Python outside torch and this package."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(NOT_USERS) and not file.startswith("<"):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 @contextmanager
@@ -154,93 +200,99 @@ def module_path(
             handle.remove()
 
 
-@contextmanager
-def observed(path: Sequence[str]) -> Iterator[list[_Save]]:
-    """Notes every tensor that autograd saves meanwhile, with the layer and the line of source it happened in."""
-    saves: list[_Save] = []
+@dataclass
+class _Group:
+    """Everyone who saves one tensor."""
 
-    def observe(policy: Policy, x: Tensor, saved: Saved) -> None:
-        storage = x.untyped_storage()
-        saves.append(
-            _Save(
-                storage._cdata,
-                storage.nbytes(),
-                tuple(x.shape),
-                str(x.dtype).removeprefix("torch."),
-                path[-1] if path else "",
-                _source(sys._getframe(1)),
-                policy.handles,
-                policy.owner,
-                x.numel(),
-                x.element_size(),
-                saved,
-                StorageWeakRef(storage),
-            )
-        )
-
-    before, state.observer = state.observer, observe
-    try:
-        with saved_tensors_hooks(*hooks(AsEager(0.0))):
-            yield saves
-    finally:
-        state.observer = before
+    layer: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    dense_bytes: int
+    operations: list[str] = field(default_factory=list)
+    unhandled: list[str] = field(default_factory=list)
+    held: dict[int, int] = field(default_factory=dict)
 
 
-def explain_outputs(model: nn.Module, outputs: Any, saves: list[_Save], transformed: bool) -> Explanation:
+def explain_outputs(model: nn.Module, outputs: Any, transformed: bool) -> Explanation:
     """What the graph behind outputs holds, given what was noted when it was made."""
     own = storages((*model.parameters(), *model.buffers()))
-    operations: dict[int, str] = {}
-    loose: list[tuple[str, Tensor]] = []
-    for node in nodes(outputs):
-        name = re.sub(r"Backward\d*$", "", node.name().removeprefix("torch::autograd::"))
-        for one in saved_by(node):
-            if isinstance(one, Saved):
-                operations[id(one)] = name
-            else:
-                loose.append((name, one))
-    kept = [save for save in saves if id(save.saved) in operations and save.storage not in own]
-    groups: dict[int, list[_Save]] = {}
-    for save in kept:
-        groups.setdefault(save.storage, []).append(save)
+    groups: dict[Any, _Group] = {}
+    for node in sorted(nodes(outputs), key=lambda n: n._sequence_nr()):
+        _add_saves(groups, node, own)
     counted: set[int] = set()
     rows = []
     for group in groups.values():
-        held = {k: v for k, v in storages(save.saved for save in group).items() if k not in own and k not in counted}
+        held = {k: v for k, v in group.held.items() if k not in counted}
         counted |= held.keys()
-        rows.append(_row(group, operations, sum(held.values()), transformed))
-    for name, x in loose:
-        storage = storage_of(x)
-        if storage not in own and storage not in counted:
-            counted.add(storage)
-            size = x.untyped_storage().nbytes()
-            why = f"kept by {name} outside of autograd's hooks"
-            rows.append(Row("", name, "", tuple(x.shape), str(x.dtype)[6:], size, size, False, why))
-    held_bytes = sum(row.held_bytes for row in rows)
-    return Explanation(rows, transformed, held_bytes, _notes(rows, transformed))
+        rows.append(_row(group, sum(held.values()), transformed))
+    return Explanation(rows, transformed, sum(row.held_bytes for row in rows), _notes(rows, transformed))
 
 
-def _row(group: list[_Save], operations: dict[int, str], held: int, transformed: bool) -> Row:
-    unhandled = [save for save in group if not save.handled and save.bytes > SMALL_BYTES]
-    first = group[0]
+def operation_name(node: Node) -> str:
+    return re.sub(r"Backward\d*$", "", node.name().removeprefix("torch::autograd::"))
+
+
+def _add_saves(groups: dict[Any, _Group], node: Node, own: dict[int, int]) -> None:
+    name, saved = operation_name(node), saved_by(node)
+    layer, source = node.metadata.get(ORIGIN, ("", ""))
+    found: list[Note] = node.metadata.get(NOTES, [])
+    ours = any(note.place != slice(0, 0) for note in found)  # an operation of ours, not a native one that was noted
+    rest = dict(enumerate(saved))
+
+    def add(key: Any, tensors: list[Tensor | None], dense: int, shape: Any, dtype: Any, handled: bool) -> None:
+        group = groups.setdefault(key, _Group(layer, source, tuple(shape), str(dtype).removeprefix("torch."), dense))
+        group.operations.append(name)
+        group.held |= {k: v for k, v in storages(tensors).items() if k not in own}
+        if not handled and dense > SMALL_BYTES:
+            group.unhandled.append(name)
+
+    for note in found:
+        tensors = [rest.pop(i, None) for i in range(len(saved))[note.place]]
+        if note.storage in own:
+            continue
+        apart = note.kind in ("mask", "indices")  # they are kept, and the activation is not
+        if note.kind != "mask":
+            held = [] if apart else tensors
+            add(note.storage, held, note.storage_bytes, note.shape, note.dtype, True)
+        if apart:
+            add((note.storage, note.kind), tensors, note.beside, note.shape, note.dtype, True)
+        if note.kind == "norm":
+            statistics = [x for x in rest.values() if x is not None and storages([x]).keys() - own.keys()]
+            rest.clear()
+            if statistics:
+                shape, dtype = statistics[0].shape, statistics[0].dtype
+                add((note.storage, id(node)), statistics, note.beside, shape, dtype, True)
+    noted = {note.storage for note in found}
+    for x in rest.values():
+        if x is None or (storage := x.untyped_storage()._cdata) in own:
+            continue
+        handled = ours or storage in noted or "ScaledDot" in name
+        add(storage, [x], x.untyped_storage().nbytes(), x.shape, x.dtype, handled)
+
+
+def _row(group: _Group, held: int, transformed: bool) -> Row:
     reason = ""
     if not transformed:
         reason = "the model is not transformed"
-    elif unhandled:
-        who = ", ".join(dict.fromkeys(operations[id(save.saved)] for save in unhandled))
+    elif group.unhandled:
+        who = ", ".join(dict.fromkeys(group.unhandled))
         reason = f"{who} needs it exactly"
         if any(name in who for name in ATTENTION):
             reason += " (attention written out: Config(fuse_attention=True) may do without)"
-    elif any("ScaledDot" in operations[id(save.saved)] for save in group):
+        elif "ToCopy" in who:
+            reason = "a copy in another precision, which autocast makes"
+    elif any("ScaledDot" in name for name in group.operations):
         reason = "attention keeps q, k, v and its output"
     return Row(
-        first.layer,
-        ", ".join(dict.fromkeys(operations[id(save.saved)] for save in group)),
-        first.source,
-        first.shape,
-        first.dtype,
-        first.bytes,
+        group.layer,
+        ", ".join(dict.fromkeys(group.operations)),
+        group.source,
+        group.shape,
+        group.dtype,
+        group.dense_bytes,
         held,
-        transformed and not unhandled,
+        transformed and not group.unhandled,
         reason,
     )
 
@@ -255,27 +307,3 @@ def _notes(rows: list[Row], transformed: bool) -> list[str]:
     return notes
 
 
-def _source(frame: FrameType | None) -> str:
-    """The nearest line of Python outside torch and this package, through generated graph code to what it stands for."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith("<eval_with_key>"):
-            if line := _traced_line(frame):
-                return line
-        elif not file.startswith(NOT_USERS):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def _traced_line(frame: FrameType) -> str:
-    """Where the graph node that generated code is at was written."""
-    outer = frame.f_back
-    graph = outer.f_locals.get("graph") if outer is not None else None
-    if not isinstance(graph, torch.fx.GraphModule):
-        return ""
-    begin = frame.f_code.co_firstlineno
-    index = graph._lineno_map.get(frame.f_lineno - begin) if graph._lineno_map else None
-    found = list(graph.graph.nodes)
-    file, line = found[index].meta.get(SOURCE, ("", 0)) if index is not None and index < len(found) else ("", 0)
-    return f"{Path(file).name}:{line}" if file else ""

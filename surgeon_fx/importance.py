@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from surgeon_fx.api import MARK, ratios
+from surgeon_fx.api import rewrite_of
 from surgeon_fx.inputs import batch_size, call, first_tensor, on_one_device
 from surgeon_fx.kernels.layout import check_ratio
 from surgeon_fx.losses import entropy
@@ -107,7 +107,8 @@ def refresh(
     nothing but the ratio table has changed; where gradients are missing or not finite it is left alone, with a warning,
     and where `loss_fn` returns None without one. Without a `generator` the model has one of its own.
     """
-    table, shared = ratios(model), model.__dict__[MARK]
+    shared = rewrite_of(model)
+    table = shared.table
     check_ratio(static_ratio)
     if samples is not None and samples < 1:
         raise ValueError(f"samples must be at least 1, or None for the whole batch, got {samples}")

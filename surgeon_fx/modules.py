@@ -1,4 +1,4 @@
-"""The parts of a network that have a name: norm layers, and blocks, the units of gradient checkpointing."""
+"""The parts of a network that have a name: layers, norm layers, and blocks, the units of gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -8,17 +8,33 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.checkpoint import checkpoint
 
 NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+LAYERS = (_ConvNd, nn.Linear, *NORM_LAYERS, nn.MultiheadAttention)
+NOT_LAYERS = (nn.PReLU, nn.Embedding, nn.EmbeddingBag, nn.Bilinear)
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 Trains = str | Callable[[str, nn.Parameter], bool] | None
 
 
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module has a row in the ratio table: a conv, linear or norm layer, torch's or one written like it.
+
+    Written like it means: without modules inside, and owning a parameter called weight.
+    """
+    if isinstance(module, LAYERS):
+        return True
+    weight = module._parameters.get("weight")
+    leaf = not module._modules and not isinstance(module, NOT_LAYERS)
+    return leaf and weight is not None and weight.is_floating_point()
+
+
 def is_norm_layer(module: nn.Module) -> bool:
-    """Whether a module is a norm layer: one of torch's, or one with parameters whose class is named as such."""
-    named = "Norm" in type(module).__name__ and any(p is not None for p in module._parameters.values())
-    return named or isinstance(module, NORM_LAYERS)
+    """Whether a layer normalises: one of torch's, or one written like it, whose weight is a vector."""
+    if isinstance(module, NORM_LAYERS):
+        return True
+    return is_layer(module) and not isinstance(module, LAYERS) and module._parameters["weight"].dim() == 1
 
 
 def trains(model: nn.Module, which: Trains) -> Callable[[str, nn.Parameter], bool]:

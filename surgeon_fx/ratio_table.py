@@ -16,6 +16,11 @@ class RatioTable(Mapping[str, float]):
     def __init__(self, names: Iterable[str]) -> None:
         self._ratios = dict.fromkeys(names, 0.0)
 
+    @property
+    def prunes(self) -> bool:
+        """Whether any layer drops anything."""
+        return any(self._ratios.values())
+
     def __getitem__(self, name: str) -> float:
         try:
             return self._ratios[name]

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from surgeon_fx.ops.saved import Saved
-
 RAW = "_raw_saved_"  # autograd nodes show each saved tensor, as it is packed, under a name that starts so
 
 
@@ -27,21 +25,24 @@ def nodes(outputs: Any) -> Iterator[Node]:
                 ahead.append(following)
 
 
-def saved_by(node: Node) -> Iterator[Saved | Tensor]:
-    """What one node holds: saved tensors as they are packed, and tensors on the context of a custom function."""
+def saved_by(node: Node) -> list[Tensor | None]:
+    """What one node holds: saved tensors in their order, None for those that are freed, and tensors on its context."""
+    found: list[Tensor | None] = []
     for name in dir(node):
         if name.startswith(RAW):
-            raw = getattr(node, name)
+            try:
+                raw = getattr(node, name)
+            except RuntimeError:  # freed by backward
+                continue
             for one in raw if isinstance(raw, tuple) else (raw,):
-                if one is not None:  # hooks of others pack what they like; tensors in it count
-                    yield from (x for x in tree_leaves(one.data) if isinstance(x, (Saved, Tensor)))
-    yield from (x for x in tree_leaves(getattr(node, "__dict__", {})) if isinstance(x, Tensor))
+                held = [] if one is None else [x for x in tree_leaves(one.data) if isinstance(x, Tensor)]
+                found += held or [None]  # hooks of others pack what they like; tensors in it count
+    return found + [x for x in tree_leaves(getattr(node, "__dict__", {})) if isinstance(x, Tensor)]
 
 
-def storages(held: Iterable[Saved | Tensor]) -> dict[int, int]:
+def storages(held: Iterable[Tensor | None]) -> dict[int, int]:
     """Bytes of each storage behind what is held, by its identity."""
-    tensors = (t for one in held for t in (one.tensors if isinstance(one, Saved) else (one,)))
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if t is not None}
 
 
 def retained_bytes(outputs: Any, model: nn.Module, others: Iterable[Tensor] = ()) -> int:

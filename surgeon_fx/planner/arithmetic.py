@@ -28,8 +28,9 @@ class LayerInput:
 class Saving:
     """One tensor saved by one operation, and how it is kept at any ratio.
 
-    `kind`: "exact", "prune" and "norm" share `key` with whoever saves the same memory; dense, it is `storage` that is
-    held. "norm" keeps its own pruned copy instead. "fixed" keeps `fixed_bytes` whatever the ratio.
+    `kind`: "prune" shares `key` with whoever saves the same memory; at ratio 0 it is `storage` that is held. "norm" is
+    the same at ratio 0, with `exact_bytes` beside it; pruned, it keeps a copy of its own and `fixed_bytes` beside that.
+    "exact" holds `storage`, and "fixed" `fixed_bytes`, whatever the ratio.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Saving:
     numel: int = 0
     itemsize: int = 0
     fixed_bytes: int = 0
+    exact_bytes: int = 0
 
 
 def compressed_bytes(numel: int, itemsize: int, ratio: float) -> int:
@@ -58,9 +60,12 @@ def held_bytes(savings: Iterable[Saving], ratios: Mapping[str, float]) -> int:
         ratio = 0.0 if saving.owner is None else ratios.get(saving.owner, 0.0)
         if saving.kind == "fixed":
             total += saving.fixed_bytes
-        elif saving.kind == "exact" or ratio == 0:
+        elif saving.kind == "exact":
+            storages[saving.storage] = saving.storage_bytes
+        elif ratio == 0:
             dense.add(saving.key)
             storages[saving.storage] = saving.storage_bytes
+            total += saving.exact_bytes
         elif saving.kind == "norm":
             total += compressed_bytes(saving.numel, saving.itemsize, ratio) + saving.fixed_bytes
         else:

@@ -18,15 +18,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from surgeon_fx.api import MARK
-from surgeon_fx.explain import Row, explain_outputs, module_path, observed
+from surgeon_fx.api import is_transformed, rewrite_of
+from surgeon_fx.explain import Row, Watcher, explain_outputs, module_path, observed
 from surgeon_fx.inputs import first_tensor
 from surgeon_fx.kernels.backends import FAKES
-from surgeon_fx.modules import Trains, is_norm_layer, trains
-from surgeon_fx.ops.layers import has_ratio
-from surgeon_fx.ops.policies import _NormalisedInput, _Replaced
-from surgeon_fx.ops.saved import Saved, SavedActivation
-from surgeon_fx.passes.graph import GraphForward
+from surgeon_fx.modules import Trains, is_layer, is_norm_layer, trains
+from surgeon_fx.ops.slots import NOTES
 from surgeon_fx.planner.arithmetic import LayerInput, Saving
 from surgeon_fx.retained import nodes, saved_by, storages
 
@@ -159,76 +156,86 @@ def step(
 
     def left(name: str, module: nn.Module, called: Any, output: Any) -> None:
         x = first_tensor(called)
-        if x is not None and has_ratio(module):
+        if x is not None and is_layer(module):
             kind = "norm" if is_norm_layer(module) else "product"
             out = sum(y.nbytes for y in tree_leaves(output) if isinstance(y, Tensor))
             layers.append(LayerInput(name, kind, x.numel(), x.element_size(), out))
 
-    with module_path(copied, path, left), observed(path) as saves:
+    transformed = is_transformed(copied)
+    with observed(copied) if transformed else Watcher(path), module_path(copied, path, left):
+        if transformed:
+            rewrite_of(copied).watcher = Watcher(path)
         fake.counting = True
         with fake:
             outputs = copied(*inputs, **named_inputs)
             forward_operations = len(fake.timeline)
-            found = explain_outputs(copied, outputs, saves, MARK in copied.__dict__)
-            savings = _savings(copied, outputs, saves)
-            saves.clear()
+            found = explain_outputs(copied, outputs, transformed)
+            savings = _savings(copied, outputs)
             tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
             if backward and tensors:
                 del outputs
                 path.append("backward")
                 torch.autograd.backward(tensors, [torch.empty_like(x) for x in tensors])
-    for one, its in zip(model.modules(), copied.modules(), strict=True):  # what was traced need not be traced again
-        if isinstance(forward := one.__dict__.get("forward"), GraphForward):
-            forward.graphs.update(its.__dict__["forward"].graphs)
-            forward.reasons.update(its.__dict__["forward"].reasons)
     return Facts(found.rows, found.held_bytes, layers, savings, fake.timeline, forward_operations)
 
 
-def _savings(model: nn.Module, outputs: Any, saves: Sequence[Any]) -> list[Saving]:
-    """The saves that the graph still holds, each with how it would be kept at another ratio."""
+def _savings(model: nn.Module, outputs: Any) -> list[Saving]:
+    """What the graph behind outputs keeps, each with how it would be kept at another ratio."""
     own = storages((*model.parameters(), *model.buffers()))
-    held = {id(one) for node in nodes(outputs) for one in saved_by(node)}
     found: list[Saving] = []
-    seen: set[Any] = set()
+    seen: set[int] = set()
 
-    def fixed(tensors: Sequence[Tensor]) -> int:
-        fresh = storages(x for x in tensors if x.untyped_storage()._cdata not in seen)
+    def fixed(tensors: Iterable[Tensor | None]) -> int:
+        """Bytes of storages that nobody counted yet."""
+        fresh = {k: v for k, v in storages(tensors).items() if k not in own and k not in seen}
         seen.update(fresh)
-        return sum(size for storage, size in fresh.items() if storage not in own)
+        return sum(fresh.values())
 
-    def add(saved: Saved, save: Any) -> None:
-        if isinstance(saved, _Replaced):
-            add(saved.saved, save)
-        elif isinstance(saved, SavedActivation):
-            dense = saved.activation.dense
-            storage = save.storage if dense is None else dense.untyped_storage()._cdata
-            size = save.bytes if dense is None else dense.untyped_storage().nbytes()
-            if storage not in own:
-                kind = "exact" if saved.exact else "prune"
-                found.append(Saving(kind, save.owner, saved.key, storage, size, save.numel, save.itemsize))
-        elif isinstance(saved, _NormalisedInput) and saved.saved is not None:
-            add(saved.saved, save)
-        elif isinstance(saved, _NormalisedInput):
-            extra = 0 if saved.rstd is None else fixed([saved.rstd])
-            found.append(
-                Saving("norm", save.owner, saved.key, save.storage, save.bytes, save.numel, save.itemsize, extra)
-            )
-        else:
-            found.append(Saving("fixed", fixed_bytes=fixed(saved.tensors)))
-
-    kept = [save for save in saves if id(save.saved) in held]
-    exact = [s.saved for s in kept if isinstance(s.saved, _Replaced) or getattr(s.saved, "exact", False)]
-    seen.update(storages(exact))  # statistics that a norm shares with them are theirs
-    for save in kept:
-        add(save.saved, save)
+    for node in nodes(outputs):
+        saved = dict(enumerate(saved_by(node)))
+        for note in node.metadata.get(NOTES, ()):
+            tensors = [saved.pop(i, None) for i in range(len(saved) + 2)[note.place]]
+            if note.storage in own:
+                continue
+            if note.kind in ("prune", "norm"):
+                beside = fixed(saved.values()) if note.kind == "norm" else 0
+                if note.kind == "norm":
+                    saved.clear()
+                elif note.place == slice(0, 0):  # kept by the native operation
+                    saved = {i: x for i, x in saved.items() if x is None or storage_of(x) != note.storage}
+                itemsize = note.dtype.itemsize
+                found.append(
+                    Saving(
+                        note.kind,
+                        note.layer or None,
+                        note.key,
+                        note.storage,
+                        note.storage_bytes,
+                        note.numel,
+                        itemsize,
+                        beside,
+                        note.beside,
+                    )
+                )
+            elif note.kind == "exact":
+                saved |= {-1 - i: x for i, x in enumerate(tensors)}
+            else:
+                found.append(Saving("fixed", fixed_bytes=fixed(tensors)))
+        for x in saved.values():
+            if x is not None and (storage := storage_of(x)) not in own:
+                found.append(Saving("exact", storage=storage, storage_bytes=x.untyped_storage().nbytes()))
     return found
+
+
+def storage_of(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 def set_ratios(model: nn.Module, ratios: Mapping[str, float] | float) -> None:
     """One ratio for every layer of a transformed model, or some by name."""
-    table = model.__dict__[MARK].table if MARK in model.__dict__ else None
-    if table is None:
+    if not is_transformed(model):
         raise ValueError("ratios are of a transformed model: call surgeon_fx.transform(model) first")
+    table = rewrite_of(model).table
     if isinstance(ratios, (int, float)):
         table.fill(ratios)
     else:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from surgeon_fx.api import MARK
+from surgeon_fx.api import is_transformed, rewrite_of
 from surgeon_fx.planner import arithmetic, facts
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -82,11 +82,11 @@ def fit(
     `importance` is a number per layer, as `refresh` finds it; without it the paper's memory term decides.
     `surgeon_fx.ratios(model).update(fit.ratios)` puts them to use.
     """
-    if MARK not in model.__dict__:
+    if not is_transformed(model):
         raise ValueError("fit finds ratios for a transformed model: call surgeon_fx.transform(model) first")
     if what not in ("saved", "peak"):
         raise ValueError(f"what must be 'saved' or 'peak', got {what!r}")
-    names, wanted = list(model.__dict__[MARK].table), parse_bytes(budget)
+    names, wanted = list(rewrite_of(model).table), parse_bytes(budget)
     found = facts.step(model, inputs, named_inputs, 0.5, train, backward=False, device=device)
     if importance is None:
         importance = memory_term(found.layers)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from surgeon_fx.api import MARK
+from surgeon_fx.api import is_transformed, rewrite_of
 from surgeon_fx.planner import arithmetic, facts
 from surgeon_fx.planner.arithmetic import LayerInput
 
@@ -128,8 +128,8 @@ def plan(
     is planned for `device`.
     """
     found = facts.step(model, inputs, named_inputs, ratios, train, device=device)
-    transformed = MARK in model.__dict__
-    used = dict(model.__dict__[MARK].table) if transformed else {}
+    transformed = is_transformed(model)
+    used = dict(rewrite_of(model).table) if transformed else {}
     if ratios is not None:
         used = dict.fromkeys(used, ratios) if isinstance(ratios, (int, float)) else used | dict(ratios)
     rows = [

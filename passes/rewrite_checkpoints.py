@@ -1,0 +1,44 @@
+"""Checkpointed regions: Dynamo leaves a mark for compilers that recompute by themselves; here they are run as eager does.
+
+The body of a region is a graph of its own and is rewritten like any other: in the first forward autograd drops what it
+saves, in backward it runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+from torch.utils.checkpoint import checkpoint
+
+from surgeon_fx.passes.tag_saves import Layers
+
+
+def rewrite_checkpoints_pass(
+    gm: fx.GraphModule, layers: Layers, rewrite_body: Callable[[fx.GraphModule, Layers], Any]
+) -> PassResult:
+    changed = False
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node.target is not torch.ops.higher_order.tag_activation_checkpoint:
+            continue
+        body_node, *outside = node.args
+        body = gm.get_submodule(str(body_node.target))
+        inside = [one for one in body.graph.nodes if one.op == "placeholder"]
+        known = {
+            one: layers.parameters[given]
+            for one, given in zip(inside, outside, strict=True)
+            if isinstance(given, fx.Node) and given in layers.parameters
+        }
+        rewrite_body(body, replace(layers, parameters=known))
+        node.target = run_checkpointed
+        changed = True
+    return PassResult(gm, changed)
+
+
+def run_checkpointed(body: fx.GraphModule, *args: Any, **options: Any) -> Any:
+    """What the region was before it was captured."""
+    return checkpoint(body, *args, **{**options, "use_reentrant": False})

@@ -1,0 +1,182 @@
+"""Tag: a typed record in `node.meta["saving"]` for every node that keeps something for backward.
+
+The record says which rule of the registry answers for the node and which layer it belongs to; the rewrite, the planner
+and `explain` read it. The layer is the owner of the node's weight, or else the layer whose output the node reads: the
+nearest one upstream, along first inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from surgeon_fx.ops.registry import Rule, rule_for
+
+SAVING = "saving"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What is known of a node that saves: `rule` is a family of the registry, or "exact" for what no rule takes."""
+
+    rule: str
+    layer: str  # its name in the ratio table; empty if there is none upstream
+    key: str  # of the layer, as operations want it
+    reason: str = ""
+
+
+def saving_of(node: fx.Node) -> Saving | None:
+    return node.meta.get(SAVING)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What a graph needs to be told of the model it was captured from."""
+
+    parameters: Mapping[fx.Node, str | None]  # placeholders that hold one: the key of its layer, None if it stays native
+    modules: Mapping[str, str]  # the identity of a layer's module, as Dynamo writes it down: its key
+    none: str  # the key that stands for no layer
+
+
+def tag_saves_pass(gm: fx.GraphModule, layers: Layers) -> PassResult:
+    parameters = layers.parameters
+    tagged = 0
+    for node in gm.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        rule = rule_for(node.target)
+        if rule is None:
+            if (reason := _keeps_exactly(node)) is not None:
+                key = _layer_of(node, layers)
+                node.meta[SAVING] = Saving("exact", _name(key), key, reason)
+            continue
+        if rule.family == "product" and len(_tensors(node)) < 2 and _is_arithmetic(node):
+            continue  # by a number: nothing is saved
+        owned = _owner(node, rule, parameters)
+        if owned is None:
+            continue  # filtered out
+        key = owned or _layer_of(node, layers)
+        if rule.family == "linear" and not owned and not _parameters_behind(node.all_input_nodes, parameters):
+            node.meta[SAVING] = Saving("exact", _name(key), key, "a product of two activations needs both")
+        else:
+            node.meta[SAVING] = Saving(rule.family, _name(key), key)
+        tagged += 1
+    return PassResult(gm, tagged > 0)
+
+
+def _name(key: str) -> str:
+    return key.partition(":")[2]
+
+
+def _is_arithmetic(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in ("mul", "div", "truediv", "multiply", "true_divide", "__mul__", "__truediv__")
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get("example_value"), Tensor)]
+
+
+def _owner(node: fx.Node, rule: Rule, parameters: Mapping[fx.Node, str | None]) -> str | None:
+    """The key of the layer that owns a weight of the node; empty if there is no weight, None if it stays native."""
+    args = list(node.args)
+    if args and isinstance(args[-1], (list, tuple)) and rule.op.__name__ == "einsum":
+        args = [*args[:-1], *args[-1]]
+    for weight in rule.weights_among(args, node.kwargs):
+        if isinstance(weight, fx.Node):
+            behind = _parameters_behind([weight], parameters)
+            for placeholder in behind:
+                key = parameters[placeholder]
+                if key is None or _name(key):
+                    return key
+    return ""
+
+
+def _parameters_behind(nodes: list[fx.Node], parameters: Mapping[fx.Node, str | None]) -> list[fx.Node]:
+    """Parameters that one of the nodes is, or was computed from without any activation."""
+    for node in nodes:
+        found: list[fx.Node] = []
+        ahead, seen, pure = [node], set(), True
+        while ahead and pure:
+            one = ahead.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            if one in parameters:
+                found.append(one)
+            elif one.op == "placeholder":
+                pure = not isinstance(one.meta.get("example_value"), Tensor) or _is_constant(one)
+            ahead.extend(reversed(one.all_input_nodes))
+        if pure and found:
+            return found
+    return []
+
+
+def _is_constant(node: fx.Node) -> bool:
+    return not node.meta["example_value"].requires_grad
+
+
+def _layer_of(node: fx.Node, layers: Layers) -> str:
+    """The key of the layer a node without a weight follows: the one it runs in, or the nearest that it reads from."""
+    for identity in reversed(node.meta.get("nn_module_stack", {})):
+        if identity in layers.modules:
+            return layers.modules[identity]
+    seen: set[fx.Node] = set()
+    ahead = list(reversed(_differentiable_inputs(node)))
+    while ahead:
+        one = ahead.pop()
+        if one in seen or one in layers.parameters:
+            continue
+        seen.add(one)
+        saving = saving_of(one)
+        if saving is not None and saving.rule != "exact" and saving.layer:
+            return saving.key
+        ahead.extend(reversed(_differentiable_inputs(one)))
+    return layers.none
+
+
+def _differentiable_inputs(node: fx.Node) -> list[fx.Node]:
+    return [n for n in node.all_input_nodes if _requires_grad(n)]
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    return any(x.requires_grad for x in _values(node))
+
+
+def _values(node: fx.Node) -> Iterator[Tensor]:
+    value = node.meta.get("example_value")
+    for x in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(x, Tensor):
+            yield x
+
+
+# Functions that keep an activation as it is, by name, and why. What is not listed keeps nothing that depends on data, or
+# is asked of autograd by `explain`, which sees every save.
+EXACT = {
+    "scaled_dot_product_attention": "attention keeps q, k, v and its output",
+    "softmax": "softmax keeps its output",
+    "log_softmax": "log-softmax keeps its output",
+    "baddbmm": "a product of two activations needs both",
+    "embedding": "an embedding keeps its indices",
+    "grid_sample": "grid sampling keeps its input and its grid",
+    "cumsum": "",
+    "rsqrt": "a reciprocal root keeps its output",
+    "sqrt": "a root keeps its output",
+    "reciprocal": "a reciprocal keeps its output",
+    "log": "a logarithm keeps its input",
+    "abs": "an absolute value keeps its input",
+    "prod": "a product keeps its factors",
+    "std": "a deviation keeps its input",
+    "var": "a variance keeps its input",
+}
+
+
+def _keeps_exactly(node: fx.Node) -> str | None:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return EXACT.get(name) if _requires_grad(node) else None
+
+

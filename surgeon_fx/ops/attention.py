@@ -1,0 +1,46 @@
+"""Attention as torch's `nn.MultiheadAttention` has it: its projections are linear layers, the rest stays exact.
+
+Reference: `F.multi_head_attention_forward` itself, with the calls inside it substituted one by one.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgeon_fx.ops.slots import find_key
+
+OUT_PROJECTION = 11  # the place of its weight among the arguments
+
+
+def multi_head_attention_forward(key: str, *args: Any, **kwargs: Any) -> Any:
+    from surgeon_fx.ops.interpreter import Interpreter  # which is made of the registry, and so of this
+
+    last = args[OUT_PROJECTION] if len(args) > OUT_PROJECTION else kwargs.get("out_proj_weight")
+    last_key = find_key(f"{key}.out_proj", otherwise=key)
+
+    def owner(parameter: Tensor) -> str:
+        return last_key if parameter is last else key
+
+    with Interpreter(key, owner):
+        return _inside(*args, **kwargs)
+
+
+def _without_overrides(function: Any) -> Any:
+    """The same Python, not asking for overrides at its top: what it calls does."""
+    unasked = {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
+    copied = types.FunctionType(
+        function.__code__,
+        function.__globals__ | unasked,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_inside = _without_overrides(F.multi_head_attention_forward)

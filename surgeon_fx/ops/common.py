@@ -1,0 +1,55 @@
+"""What the families of operations share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgeon_fx.ops.keep import is_prunable, keep_exactly
+from surgeon_fx.ops.slots import Slot, mark, note
+
+RECORDS = "surgeon_fx_records"  # in the metadata of an autograd node: records of what it keeps exactly
+
+
+def run_exactly(slot: Slot, native: Callable[..., Tensor], activations: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """The native function, whose own autograd node keeps `activations` as they are."""
+    output = mark(native(*args, **kwargs), slot)
+    if (node := output.grad_fn) is not None:
+        if slot.group.table.prunes:
+            node.metadata[RECORDS] = [keep_exactly(x) for x in activations]
+        if slot.group.observed:
+            for x in activations:
+                note(slot, node, "prune" if is_prunable(x) else "exact", x)
+    return output
+
+
+def needs_graph(*tensors: Tensor | None) -> bool:
+    """Whether autograd would record an operation on these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def is_parameter(x: Any) -> bool:
+    return isinstance(x, nn.Parameter) or (isinstance(x, Tensor) and isinstance(x._base, nn.Parameter))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast runs matrix products in, where it is on for the tensor's device."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def cast(x: Any, dtype: torch.dtype | None) -> Any:
+    """As autocast casts: floating-point tensors but those of double precision."""
+    if dtype is None or x is None or not x.is_floating_point() or x.dtype is torch.float64:
+        return x
+    return x.to(dtype)
+
+
+def reduce_to(gradient: Tensor, shape: Sequence[int]) -> Tensor:
+    """Sums a gradient over the dimensions that broadcasting added."""
+    return gradient if gradient.shape == torch.Size(shape) else gradient.sum_to_size(tuple(shape))

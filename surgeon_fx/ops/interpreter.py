@@ -1,0 +1,106 @@
+"""The second driver: substitutes saving operations call by call, where no graph holds a call.
+
+It is on for as long as a transformed model runs. Dynamo sees through it, so graphs are captured as the model is
+written and rewritten by the passes; while such a graph runs it is off. What is left for it is Python that Dynamo
+skips, calls past its recompile limit, and `Config(capture=False)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from surgeon_fx.ops.registry import RULES, Rule
+from surgeon_fx.ops.slots import MARK
+
+MOST_NODES = 64  # of the graph behind a computed weight
+
+Owner = Callable[[Tensor], str | None]  # the key of the layer that owns a parameter; None if it may not be rewritten
+
+
+class Interpreter(TorchFunctionMode):
+    """`key` is used where no weight tells the layer; `took_over` is told of every function it rewrites."""
+
+    layer: str | None = None  # the key of a layer without a weight, while it runs
+
+    def __init__(self, key: str, owner: Owner, took_over: Callable[[Any], None] | None = None) -> None:
+        super().__init__()
+        self.key, self.owner, self.took_over = key, owner, took_over
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        rule = RULES.get(func)
+        if rule is None or _is_checkpointed():
+            return func(*args, **kwargs)
+        key = self._key_of(rule, args, kwargs)
+        if key is None:
+            return func(*args, **kwargs)
+        if self.took_over is not None:
+            self.took_over(func)
+        return rule.op(key, *args, **kwargs)
+
+    def _key_of(self, rule: Rule, args: Any, kwargs: Any) -> str | None:
+        for weight in rule.weights_among(args, kwargs):
+            if isinstance(weight, Tensor) and (parameter := parameter_behind(weight)) is not None:
+                key = self.owner(parameter)
+                if key is None or key != self.key:
+                    return key
+        return self.layer or self.key
+
+
+def _is_checkpointed() -> bool:
+    """Inside a checkpointed region, which runs again in backward, when no interpreter is on: as eager, both times."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
+
+
+def parameter_behind(x: Tensor) -> Tensor | None:
+    """The parameter that a tensor is, is a view of, or was computed from without any activation; else None."""
+    if isinstance(x, torch.nn.Parameter):
+        return x
+    if isinstance(x._base, torch.nn.Parameter):
+        return x._base
+    ahead, found = [x.grad_fn], None
+    for _ in range(MOST_NODES):
+        node = ahead.pop() if ahead else None
+        if node is None:
+            return found
+        if MARK in node.metadata:
+            return None  # the output of a layer
+        if (leaf := getattr(node, "variable", None)) is not None:
+            if not isinstance(leaf, torch.nn.Parameter):
+                return None
+            found = leaf
+        ahead.extend(following for following, _ in node.next_functions if following is not None)
+    return None
+
+
+def current_interpreter() -> Interpreter | None:
+    """The interpreter that is on in this thread."""
+    modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
+    return next((mode for mode in modes if isinstance(mode, Interpreter)), None)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Function modes are off: a rewritten graph needs none, and may not be rewritten twice."""
+    if not torch._C._len_torch_function_stack():
+        yield
+    elif isinstance(mode := torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1), Interpreter):
+        torch._C._pop_torch_function_stack()
+        try:
+            yield
+        finally:
+            torch._C._push_on_torch_function_stack(mode)
+    else:  # somebody else's is on top
+        with torch._C.DisableTorchFunction():
+            yield

@@ -1,0 +1,152 @@
+"""Which layer an operation belongs to, and the ratio it runs at.
+
+A rewritten operation is given the key of its layer, a string such as "3:layer1.0.conv1": the number of the transformed
+model and the layer's name. The ratio behind a key is looked up when the operation runs, so changing the table changes
+no graph. An operation without weights follows the layer whose output it reads. A graph knows that layer; where no graph
+does, the key has an empty name and the layer is found by walking back along autograd's own graph, in which every
+operation of ours leaves its key.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from surgeon_fx.kernels.layout import is_dense
+from surgeon_fx.ratio_table import RatioTable
+
+MARK = "surgeon_fx"  # in the metadata of an autograd node: the key of the layer that made it
+NOTES = "surgeon_fx_notes"  # likewise: what the node keeps, noted while somebody looks on
+
+
+@dataclass(frozen=True)
+class Note:
+    """What an operation keeps of one activation."""
+
+    layer: str
+    kind: str  # "prune" and "norm" depend on the ratio; "exact", "bits", "mask", "indices" and "shape" do not
+    storage: int  # of the activation
+    storage_bytes: int
+    key: tuple[object, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: slice  # among the tensors that the node saved; empty if they are the native operation's
+    beside: int  # bytes that the native operation keeps beside the activation, where ours keeps something else
+    alive: StorageWeakRef  # so that no later storage takes the same identity
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def note(slot: Slot, node: Any, kind: str, x: Tensor, place: slice = slice(0, 0), beside: int = 0) -> None:
+    """Notes on an autograd node what it keeps of an activation. Call it where `slot.group.observed` is set."""
+    storage = x.untyped_storage()
+    node.metadata.setdefault(NOTES, []).append(
+        Note(
+            slot.name,
+            kind,
+            storage._cdata,
+            storage.nbytes(),
+            memory_key(x),
+            tuple(x.shape),
+            x.dtype,
+            place,
+            beside,
+            StorageWeakRef(storage),
+        )
+    )
+
+
+def memory_key(x: Tensor) -> tuple[object, ...]:
+    """Equal for tensors that share what is kept of them: views of the same dense block, unchanged in between."""
+    layout = () if is_dense(x) else (*x.shape, *x.stride())
+    return (x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype, x._version, *layout)
+
+
+_numbers = itertools.count(1)
+_slots: weakref.WeakValueDictionary[str, Slot] = weakref.WeakValueDictionary()
+
+
+class Slot:
+    """A layer as operations see it."""
+
+    __slots__ = ("__weakref__", "elements", "group", "key", "name")
+
+    def __init__(self, group: Slots, name: str) -> None:
+        self.group, self.name, self.key = group, name, f"{group.number}:{name}"
+        self.elements = 0  # of the layer's inputs, over all calls since somebody set it to 0
+
+    @property
+    def ratio(self) -> float:
+        return self.group.table[self.name] if self.name else 0.0
+
+
+class Slots:
+    """The layers of one transformed model, by name; the empty name stands for no layer, which is exact."""
+
+    def __init__(self, table: RatioTable) -> None:
+        self.table, self.number = table, next(_numbers)
+        self.observed = False  # somebody looks on: operations leave notes on autograd's nodes
+        self.by_name = {name: Slot(self, name) for name in ("", *table)}
+        _slots.update({slot.key: slot for slot in self.by_name.values()})
+
+    def key(self, name: str) -> str:
+        return self.by_name[name].key
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slots:
+        table = RatioTable(self.table)
+        table.update(self.table)
+        memo[id(self)] = new = Slots(table)
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (dict(self.table),)
+
+
+def _unpickled(ratios: dict[str, float]) -> Slots:
+    table = RatioTable(ratios)
+    table.update(ratios)
+    return Slots(table)
+
+
+def find_slot(key: str, x: Tensor) -> Slot:
+    """The slot behind a key; without a name, that of the layer whose output `x` is."""
+    slot = _slots[key]
+    if not slot.name and (found := producer(x)) is not None:
+        slot = _slots.get(found, slot)
+    return slot
+
+
+def find_key(key: str, otherwise: str) -> str:
+    return key if key in _slots else otherwise
+
+
+def mark(output: Any, slot: Slot) -> Any:
+    """Leaves the key of a layer on the autograd node of its output."""
+    x = output[0] if isinstance(output, tuple) else output
+    if (node := x.grad_fn) is not None:
+        node.metadata[MARK] = slot.key
+    return output
+
+
+def producer(x: Tensor) -> str | None:
+    """The key of the layer that a tensor comes from: depth first, along first inputs, to the nearest mark."""
+    ahead = [x.grad_fn]
+    seen: set[Any] = set()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if (key := node.metadata.get(MARK)) is not None:
+            return key
+        seen.add(node)
+        ahead.extend(following for following, _ in reversed(node.next_functions))
+    return None

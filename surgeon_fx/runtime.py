@@ -1,0 +1,194 @@
+"""What runs when a transformed model is called.
+
+`Rewrite` is the state of one transformed model: its ratios, its layers, the graphs captured of it. `Forward` takes the
+place of the model's forward: it decides whether a call is one of training, turns the interpreter on, and hands the call
+to Dynamo, which captures it, checks that a capture still holds, and runs the graphs that our passes rewrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import logging
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from surgeon_fx import allocator
+from surgeon_fx.config import Config
+from surgeon_fx.ops.interpreter import Interpreter, current_interpreter
+from surgeon_fx.ops.slots import Slots
+from surgeon_fx.passes.capture import Backend, Break, Capture
+from surgeon_fx.ratio_table import RatioTable
+
+log = logging.getLogger("surgeon_fx")
+
+RECOMPILE_LIMIT = 32
+# Errors of the capture leave a frame to Python and the interpreter; NumPy stays NumPy, with its own random numbers.
+DYNAMO = {"suppress_errors": True, "trace_numpy": False}
+_numbers = itertools.count()
+
+
+class Rewrite:
+    """One transformed model."""
+
+    def __init__(self, module: nn.Module, layers: dict[str, nn.Module], excluded: set[str], config: Config) -> None:
+        self.module, self.layers, self.excluded, self.config = module, layers, excluded, config
+        self.slots = Slots(RatioTable(layers))
+        self.captures: list[Capture] = []
+        self.ran: list[Capture] | None = None  # set while somebody wants to know which graphs run
+        self.outside: list[Break] | None = None  # likewise, calls that ran in no graph
+        self.watcher: TorchFunctionMode | None = None  # likewise, where autograd's nodes come from
+        self.generator: torch.Generator | None = None  # which samples an importance pass looks at
+        self._said: set[str] = set()
+
+    @property
+    def table(self) -> RatioTable:
+        return self.slots.table
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = {"captures": [], "ran": None, "outside": None, "watcher": None, "generator": None, "_said": set()}
+        return {**self.__dict__, **fresh}  # captured again where it is copied or unpacked
+
+    def owners(self) -> Callable[[Tensor], str | None]:
+        """From a parameter to the key of the layer that owns it: the nearest module around it that is in the table.
+
+        A parameter of no layer has the key without a name; one of a module that was filtered out has None.
+        """
+        names: dict[int, str | None] = {}
+        for name, module in self.module.named_modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    names.setdefault(id(parameter), self._layer_around(name))
+        return lambda parameter: names.get(id(parameter), self.slots.key(""))
+
+    def _layer_around(self, name: str) -> str | None:
+        while True:
+            if name in self.layers:
+                return self.slots.key(name)
+            if name in self.excluded:
+                return None
+            if not name:
+                return self.slots.key("")
+            name = name.rpartition(".")[0]
+
+    def layer_ids(self) -> dict[str, str]:
+        """Keys of layers by the identity of their module, as Dynamo writes it down."""
+        return {str(id(module)): self.slots.key(name) for name, module in self.layers.items()}
+
+    def interpreter(self) -> Interpreter:
+        found: list[Any] = []
+
+        def owner(parameter: Tensor) -> str | None:
+            if not found:
+                found.append(self.owners())
+            return found[0](parameter)
+
+        return Interpreter(self.slots.key(""), owner, self._outside if self.config.capture else None)
+
+    def _outside(self, function: Any) -> None:
+        """A call that no graph holds, though graphs were wanted."""
+        name = getattr(function, "__name__", str(function))
+        if self.outside is not None:
+            self.outside.append(Break(name, "ran outside of any graph"))
+        if name not in self._said:
+            self._said.add(name)
+            log.info("%s runs outside of any graph; the interpreter rewrites it call by call", name)
+
+
+@dataclass
+class Forward:
+    """The forward of a transformed model, and of its parts when they are called on their own."""
+
+    module: nn.Module
+    rewrite: Rewrite
+    own: Callable[..., Any] | None = None  # a forward that was set on the instance
+    compiled: Callable[..., Any] | None = field(default=None, repr=False)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(MethodType(self.native, self.module))
+
+    @property
+    def native(self) -> Callable[..., Any]:
+        return self.own or type(self.module).forward
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "compiled": None}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.native(self.module, *args, **kwargs)
+        if not torch.is_grad_enabled() or current_interpreter() is not None or _transforms_active():
+            return self.native(self.module, *args, **kwargs)
+        with allocator.forward_pass(), self.rewrite.interpreter():
+            if not self.rewrite.config.capture or _is_fake(self.module):
+                with self.rewrite.watcher or contextlib.nullcontext():
+                    return self.native(self.module, *args, **kwargs)
+            if self.compiled is None:
+                self.compiled = self._compile()
+            with torch._dynamo.config.patch(**DYNAMO):
+                return self.compiled(self.module, *args, **kwargs)
+
+    def _compile(self) -> Callable[..., Any]:
+        native = self.native
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return native(module, *args, **kwargs)
+
+        # Dynamo keeps captures by code object: each model has its own, so that models of one class share no limit.
+        code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
+        function = types.FunctionType(code, forward.__globals__, code.co_name, None, forward.__closure__)
+        accepted = inspect.signature(torch.compile).parameters
+        options = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
+        return torch.compile(
+            function,
+            backend=Backend(self.rewrite),
+            **{name: value for name, value in options.items() if name in accepted},
+        )
+
+
+@dataclass
+class Named:
+    """The forward of a layer that is more than one call on its weight: tells the interpreter which layer runs."""
+
+    module: nn.Module
+    rewrite: Rewrite
+    name: str
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(MethodType(type(self.module).forward, self.module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self.module).forward
+        if torch.compiler.is_compiling() or (interpreter := current_interpreter()) is None:
+            return forward(self.module, *args, **kwargs)
+        before, interpreter.layer = interpreter.layer, self.rewrite.slots.key(self.name)
+        try:
+            return forward(self.module, *args, **kwargs)
+        finally:
+            interpreter.layer = before
+
+
+def _transforms_active() -> bool:
+    """Whether the native functions must run: `torch.func` transforms, forward-mode gradients, tracing."""
+    return (
+        torch._C._functorch.maybe_current_level() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+    )
+
+
+def _is_fake(module: nn.Module) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return any(isinstance(p, FakeTensor) for p in itertools.islice(module.parameters(), 1))
