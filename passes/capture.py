@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
+from torch import fx
 
-from surgeon_fx import allocator
 from surgeon_fx.ops import interpreter
 from surgeon_fx.ops.interpreter import paused
 from surgeon_fx.passes.pipeline import run_passes
 from surgeon_fx.passes.tag_saves import Layers
+from surgeon_fx.passes.watch import WatchedGraph
 
 if TYPE_CHECKING:
     from surgeon_fx.runtime import Rewrite
 
 
-NOT_USERS = tuple(f"{Path(str(place)).parent}{os.sep}" for place in (torch.__file__, allocator.__file__, __file__))
 INTERPRETER = interpreter.__file__
-ORIGIN = "surgeon_fx_origin"  # in the metadata of an autograd node: module and line of source it comes from
 
 
 @dataclass(frozen=True)
@@ -70,45 +65,12 @@ class Backend:
             if rewrite.ran is not None:
                 rewrite.ran.append(capture)
             with paused():
-                return run(*args) if rewrite.watcher is None else WatchedGraph(gm).run(*args)
+                if rewrite.watcher is None:
+                    return run(*args)
+                layers = {str(id(module)): name for name, module in rewrite.layers.items()}
+                return WatchedGraph(gm, rewrite.watcher, layers).run(*args)
 
         return call
-
-
-class WatchedGraph(fx.Interpreter):
-    """Runs a graph node by node and leaves on autograd's nodes where they come from."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if torch.is_grad_enabled() and n.op not in ("placeholder", "output"):
-            leave_origin(result, layer_path(n), source_line(n))
-        return result
-
-
-def leave_origin(result: Any, layer: str, source: str) -> None:
-    """Writes an origin on the autograd nodes behind a result that have none yet."""
-    ahead = [x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor)]
-    while ahead:
-        node = ahead.pop()
-        if node is None or ORIGIN in node.metadata:
-            continue
-        node.metadata[ORIGIN] = (layer, source)
-        ahead.extend(following for following, _ in node.next_functions)
-
-
-def layer_path(node: fx.Node) -> str:
-    """The name of the innermost module that a captured node ran in."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    return stack[-1][0].partition("]")[2].lstrip(".") if stack else ""
-
-
-def source_line(node: fx.Node) -> str:
-    """File and line that a captured node was written in, outside torch and this package."""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    for file, line in reversed(lines):
-        if not file.startswith(NOT_USERS):
-            return f"{Path(file).name}:{line}"
-    return ""
 
 
 def _forget_our_frames(gm: fx.GraphModule) -> None:

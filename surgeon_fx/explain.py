@@ -6,13 +6,11 @@ runs leaves the layer and the line of source it came from.
 
 from __future__ import annotations
 
+import contextlib
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,13 +18,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.fx import GraphModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from surgeon_fx import allocator
 from surgeon_fx.api import is_transformed, rewrite_of
 from surgeon_fx.ops.keep import SMALL_BYTES
 from surgeon_fx.ops.slots import NOTES, Note
-from surgeon_fx.passes.capture import NOT_USERS, ORIGIN, Break, leave_origin
+from surgeon_fx.passes.capture import Break
+from surgeon_fx.passes.watch import ORIGIN, Watcher
 from surgeon_fx.retained import nodes, saved_by, storages
 
 MIB = 1 << 20
@@ -120,10 +118,11 @@ def explain(model: nn.Module, *inputs: Any, **named_inputs: Any) -> Explanation:
             outputs = model(*inputs, **named_inputs)
         return explain_outputs(model, outputs, False)
     rewrite = rewrite_of(model)
-    with observed(model) as path:
+    path = []
+    with observed(model, Watcher(path)):
         rewrite.ran, rewrite.outside = [], []
         try:
-            with module_path(model, path) if not rewrite.config.capture else _nothing():
+            with contextlib.nullcontext() if rewrite.config.capture else module_path(model, path):
                 outputs = model(*inputs, **named_inputs)
             ran, outside = list(dict.fromkeys(map(id, rewrite.ran))), list(dict.fromkeys(rewrite.outside))
             captures = [next(c for c in rewrite.ran if id(c) == one) for one in ran]
@@ -136,45 +135,15 @@ def explain(model: nn.Module, *inputs: Any, **named_inputs: Any) -> Explanation:
 
 
 @contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def observed(model: nn.Module) -> Iterator[list[str]]:
-    """While a transformed model runs: operations leave notes, calls their origin. Yields the path of modules."""
+def observed(model: nn.Module, watcher: Watcher) -> Iterator[None]:
+    """While a transformed model runs: operations leave notes on autograd's nodes, calls their origin."""
     rewrite = rewrite_of(model)
-    path: list[str] = []
     before = rewrite.slots.observed, rewrite.watcher
-    rewrite.slots.observed, rewrite.watcher = True, Watcher(path)
+    rewrite.slots.observed, rewrite.watcher = True, watcher
     try:
-        yield path
+        yield
     finally:
         rewrite.slots.observed, rewrite.watcher = before
-
-
-class Watcher(TorchFunctionMode):
-    """Leaves on every new autograd node the module and the line of source that made it."""
-
-    def __init__(self, path: Sequence[str]) -> None:
-        super().__init__()
-        self.path = path
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled():
-            leave_origin(result, self.path[-1] if self.path else "", _source(sys._getframe(1)))
-        return result
-
-
-def _source(frame: FrameType | None) -> str:
-    """The nearest line of Python outside torch and this package."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(NOT_USERS) and not file.startswith("<"):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 @contextmanager

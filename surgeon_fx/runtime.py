@@ -20,13 +20,13 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from surgeon_fx import allocator
 from surgeon_fx.config import Config
 from surgeon_fx.ops.interpreter import Interpreter, current_interpreter
 from surgeon_fx.ops.slots import Slots
 from surgeon_fx.passes.capture import Backend, Break, Capture
+from surgeon_fx.passes.watch import Watcher
 from surgeon_fx.ratio_table import RatioTable
 
 log = logging.getLogger("surgeon_fx")
@@ -46,7 +46,8 @@ class Rewrite:
         self.captures: list[Capture] = []
         self.ran: list[Capture] | None = None  # set while somebody wants to know which graphs run
         self.outside: list[Break] | None = None  # likewise, calls that ran in no graph
-        self.watcher: TorchFunctionMode | None = None  # likewise, where autograd's nodes come from
+        self.watcher: Watcher | None = None  # likewise, where autograd's nodes come from
+        self.plans: dict[Any, Any] = {}  # the planner's twins of the model, which need not be captured again
         self.generator: torch.Generator | None = None  # which samples an importance pass looks at
         self._said: set[str] = set()
 
@@ -55,7 +56,7 @@ class Rewrite:
         return self.slots.table
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"captures": [], "ran": None, "outside": None, "watcher": None, "generator": None, "_said": set()}
+        fresh = {"captures": [], "ran": None, "outside": None, "watcher": None, "plans": {}, "generator": None, "_said": set()}
         return {**self.__dict__, **fresh}  # captured again where it is copied or unpacked
 
     def owners(self) -> Callable[[Tensor], str | None]:
@@ -130,7 +131,7 @@ class Forward:
         if not torch.is_grad_enabled() or current_interpreter() is not None or _transforms_active():
             return self.native(self.module, *args, **kwargs)
         with allocator.forward_pass(), self.rewrite.interpreter():
-            if not self.rewrite.config.capture or _is_fake(self.module):
+            if not self.rewrite.config.capture:
                 with self.rewrite.watcher or contextlib.nullcontext():
                     return self.native(self.module, *args, **kwargs)
             if self.compiled is None:
@@ -187,8 +188,3 @@ def _transforms_active() -> bool:
         or torch.jit.is_tracing()
     )
 
-
-def _is_fake(module: nn.Module) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return any(isinstance(p, FakeTensor) for p in itertools.islice(module.parameters(), 1))

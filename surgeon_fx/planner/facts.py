@@ -7,24 +7,24 @@ is what is counted there.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from surgeon_fx.api import is_transformed, rewrite_of
-from surgeon_fx.explain import Row, Watcher, explain_outputs, module_path, observed
+from surgeon_fx.api import is_transformed, rewrite_of, transformed_part
+from surgeon_fx.explain import Row, explain_outputs, module_path, observed
 from surgeon_fx.inputs import first_tensor
-from surgeon_fx.kernels.backends import FAKES
 from surgeon_fx.modules import Trains, is_layer, is_norm_layer, trains
 from surgeon_fx.ops.slots import NOTES
+from surgeon_fx.passes.watch import Watcher
 from surgeon_fx.planner.arithmetic import LayerInput, Saving
+from surgeon_fx.planner.program import Program, fake_like, planned_device
 from surgeon_fx.retained import nodes, saved_by, storages
 
 
@@ -44,93 +44,65 @@ class Facts:
         return max((live for _, live in self.timeline), default=0)
 
 
-class Program(FakeTensorMode):
-    """Runs operations on tensors without memory, and follows every storage they create from birth to death."""
+def _twin_of(model: nn.Module, inputs: Any, named_inputs: Any, which: Trains, device: str) -> tuple[Any, ...]:
+    """The model over fake tensors, the program they belong to, and fake inputs.
 
-    def __init__(self, path: Sequence[str]) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self.path, self.live, self.inside, self.counting = path, 0, False, False
-        self.timeline: list[tuple[str, int]] = []
-        self.known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE or self.inside:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        self.inside = True  # what an operation is made of here says nothing about what it takes there
-        try:
-            result = self._shortcut(func, args, kwargs or {})
-            if result is None:
-                result = super().__torch_dispatch__(func, types, args, kwargs)
-        finally:
-            self.inside = False
-        born = False
-        for x in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if self.counting and isinstance(x, Tensor) and (storage := x.untyped_storage()) not in self.known:
-                self.known[storage] = None
-                size, born = storage.nbytes(), True
-                self.live += size
-                weakref.finalize(storage, self._died, size)
-        if born:
-            self.timeline.append((self.path[-1] if self.path else "", self.live))
-        return result
-
-    def _shortcut(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Aliases and our own operations are most of the calls, and need none of what the mode does for others."""
-        if not args or not isinstance(args[0], FakeTensor):
-            return None
-        device = args[0].fake_device
-        if func in IN_PLACE:
-            return args[0]
-        if func in VIEWS:
-            with in_kernel_invocation_manager(self):
-                alias = func(*args, **kwargs)
-            return FakeTensor(self, alias, device)
-        if func in FAKES:
-            made = FAKES[func](*(_meta(x) if isinstance(x, Tensor) else x for x in args), **kwargs)
-            return tree_map_only(Tensor, lambda x: FakeTensor(self, x, device), made)
-        return None
-
-    def _died(self, size: int) -> None:
-        self.live -= size
-
-    def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Those were there before."""
-        for x in tensors:
-            self.known[x.untyped_storage()] = None
-
-
-def _meta(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
-aten = torch.ops.aten
-DEVICE = torch.ops.prim.device.default
-IN_PLACE = {aten.add_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.sub_.Tensor, aten.relu_.default}
-VIEWS = {
-    *(aten.detach.default, aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default),
-    *(aten.select.int, aten.unsqueeze.default, aten.expand.default, aten.as_strided.default, aten.slice.Tensor),
-}
-
-
-def twin(model: nn.Module, fake: FakeTensorMode, which: Trains, device: str) -> nn.Module:
-    """The model over fake tensors: same structure, same ratios, no memory."""
+    A transformed model keeps its twins: what Dynamo captured of one need not be captured again.
+    """
+    fake = Program()
     chosen = trains(model, which)
+    trained = {id(p): chosen(name, p) for name, p in model.named_parameters()}
+    with fake:
+        args, kwargs = _fake_inputs(inputs, device), _fake_inputs(named_inputs, device)
+    if not is_transformed(model):
+        return _twin(model, fake, trained, device), fake, (args, kwargs)
+    signature = (
+        device,
+        tuple(_described(x) for x in tree_leaves((args, kwargs))),
+        tuple((name, _described(p), trained[id(p)]) for name, p in model.named_parameters()),
+        tuple((name, module.training) for name, module in model.named_modules()),
+    )
+    plans = rewrite_of(model).plans
+    if signature not in plans:
+        copied = _twin(model, fake, trained, device)
+        with fake:
+            copied(*args, **kwargs)  # captures it
+        plans.clear()  # one is enough: methods side by side plan the same step
+        plans[signature] = (copied, fake, (args, kwargs))
+    return plans[signature]
+
+
+def _described(x: Any) -> Any:
+    return (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x
+
+
+def _twin(model: nn.Module, fake: Program, trained: Mapping[int, bool], device: str) -> nn.Module:
     memo: dict[int, Any] = {}
-    for name, parameter in model.named_parameters():
-        like = _fake(parameter, fake, device)
-        memo[id(parameter)] = new = nn.Parameter(like, requires_grad=chosen(name, parameter))
+    for parameter in model.parameters():
+        like = fake_like(parameter, fake, device)
+        memo[id(parameter)] = new = nn.Parameter(like, requires_grad=trained[id(parameter)])
         new.grad = like if new.requires_grad else None  # already there, as after a first step
-    memo |= {id(buffer): _fake(buffer, fake, device) for buffer in model.buffers()}
+    memo |= {id(buffer): fake_like(buffer, fake, device) for buffer in model.buffers()}
     return copy.deepcopy(model, memo)
 
 
-def _fake(x: Tensor, fake: FakeTensorMode, device: str) -> Tensor:
-    """Built from its parts: the same as `torch.empty_like` in the mode, for a third of the time."""
-    return FakeTensor(fake, _meta(x), _device(x, device))
+@contextlib.contextmanager
+def _watched(model: nn.Module, path: list[str], left: Callable[[str, Tensor, int], None]) -> Iterator[None]:
+    """Keeps the path of the module that runs, and has every call of a layer told to `left`."""
+    path.clear()
+    watcher = Watcher(path, left)
+    if is_transformed(model) and rewrite_of(model).config.capture:
+        with observed(model, watcher):
+            yield
+        return
 
+    def done(name: str, module: nn.Module, called: Any, output: Any) -> None:
+        x = first_tensor(called)
+        if x is not None and is_layer(module):
+            left(name, x, sum(y.nbytes for y in tree_leaves(output) if isinstance(y, Tensor)))
 
-def _device(x: Tensor, device: str) -> torch.device:
-    return torch.device(device) if x.device.type == "meta" else x.device
+    with module_path(model, path, done), observed(model, watcher) if is_transformed(model) else watcher:
+        yield
 
 
 def step(
@@ -143,39 +115,33 @@ def step(
     device: str = "cpu",
 ) -> Facts:
     """The facts of one step. Inputs may be tensors of any device, fake ones, or shapes."""
-    path: list[str] = []
-    fake = Program(path)
-    copied = twin(model, fake, train, device)
+    transformed = is_transformed(model)
+    if transformed:
+        model = transformed_part(model)
+    copied, fake, (args, kwargs) = _twin_of(model, tuple(inputs), dict(named_inputs), train, device)
     if ratios is not None:
         set_ratios(copied, ratios)
-    with fake:
-        inputs, named_inputs = (_fake_inputs(value, device) for value in (tuple(inputs), dict(named_inputs)))
-    fake.ignore((*copied.parameters(), *copied.buffers()))
-    fake.ignore(x for x in tree_leaves((inputs, named_inputs)) if isinstance(x, Tensor))
+    elif transformed:
+        set_ratios(copied, dict(rewrite_of(model).table))
     layers: list[LayerInput] = []
 
-    def left(name: str, module: nn.Module, called: Any, output: Any) -> None:
-        x = first_tensor(called)
-        if x is not None and is_layer(module):
-            kind = "norm" if is_norm_layer(module) else "product"
-            out = sum(y.nbytes for y in tree_leaves(output) if isinstance(y, Tensor))
-            layers.append(LayerInput(name, kind, x.numel(), x.element_size(), out))
+    def left(name: str, x: Tensor, output_bytes: int) -> None:
+        kind = "norm" if is_norm_layer(copied.get_submodule(name)) else "product"
+        layers.append(LayerInput(name, kind, x.numel(), x.element_size(), output_bytes))
 
-    transformed = is_transformed(copied)
-    with observed(copied) if transformed else Watcher(path), module_path(copied, path, left):
-        if transformed:
-            rewrite_of(copied).watcher = Watcher(path)
+    with _watched(copied, fake.path, left), fake:
+        fake.begin((*copied.parameters(), *copied.buffers(), *tree_leaves((args, kwargs))))
         fake.counting = True
-        with fake:
-            outputs = copied(*inputs, **named_inputs)
-            forward_operations = len(fake.timeline)
-            found = explain_outputs(copied, outputs, transformed)
-            savings = _savings(copied, outputs)
-            tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
-            if backward and tensors:
-                del outputs
-                path.append("backward")
-                torch.autograd.backward(tensors, [torch.empty_like(x) for x in tensors])
+        outputs = copied(*args, **kwargs)
+        forward_operations = len(fake.timeline)
+        found = explain_outputs(copied, outputs, transformed)
+        savings = _savings(copied, outputs)
+        tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+        if backward and tensors:
+            del outputs
+            fake.path.append("backward")
+            torch.autograd.backward(tensors, [torch.empty_like(x) for x in tensors])
+        fake.counting = False
     return Facts(found.rows, found.held_bytes, layers, savings, fake.timeline, forward_operations)
 
 
@@ -249,7 +215,7 @@ def is_shape(value: Any) -> bool:
 
 def _fake_inputs(values: Any, device: str) -> Any:
     def fake(x: Tensor) -> Tensor:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_device(x, device), requires_grad=False)
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=planned_device(x, device), requires_grad=False)
 
     def shape(value: Any) -> Any:
         return torch.empty(tuple(value), device=device) if is_shape(value) else value
