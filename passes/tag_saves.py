@@ -17,6 +17,8 @@ from torch.fx.passes.infra.pass_base import PassResult
 from surgeon_fx.ops.registry import Rule, rule_for
 
 SAVING = "saving"
+TWO_ACTIVATIONS = "attention"  # written out
+REASONS = {"attention": "attention keeps q, k, v and its output"}
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ def tag_saves_pass(gm: fx.GraphModule, layers: Layers) -> PassResult:
             continue  # filtered out
         key = owned or _layer_of(node, layers)
         if rule.family == "linear" and not owned and not _parameters_behind(node.all_input_nodes, parameters):
-            node.meta[SAVING] = Saving("exact", _name(key), key, "a product of two activations needs both")
+            node.meta[SAVING] = Saving(TWO_ACTIVATIONS, _name(key), key, "a product of two activations needs both")
         else:
-            node.meta[SAVING] = Saving(rule.family, _name(key), key)
+            node.meta[SAVING] = Saving(rule.family, _name(key), key, REASONS.get(rule.family, ""))
         tagged += 1
     return PassResult(gm, tagged > 0)
 
@@ -157,7 +159,6 @@ def _values(node: fx.Node) -> Iterator[Tensor]:
 # Functions that keep an activation as it is, by name, and why. What is not listed keeps nothing that depends on data, or
 # is asked of autograd by `explain`, which sees every save.
 EXACT = {
-    "scaled_dot_product_attention": "attention keeps q, k, v and its output",
     "softmax": "softmax keeps its output",
     "log_softmax": "log-softmax keeps its output",
     "baddbmm": "a product of two activations needs both",

@@ -1,6 +1,7 @@
-"""Attention as torch's `nn.MultiheadAttention` has it: its projections are linear layers, the rest stays exact.
+"""Attention: q, k, v and the output stay exact, the projections around them are linear layers.
 
-Reference: `F.multi_head_attention_forward` itself, with the calls inside it substituted one by one.
+Reference: the native functions themselves. `F.multi_head_attention_forward` is Python over others, which are substituted
+one by one.
 """
 
 from __future__ import annotations
@@ -11,9 +12,18 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon_fx.ops.slots import find_key
+from surgeon_fx.ops.common import remember_exact
+from surgeon_fx.ops.slots import find_key, find_slot
 
 OUT_PROJECTION = 11  # the place of its weight among the arguments
+
+
+def scaled_dot_product_attention(layer: str, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """No map is kept. Whoever prunes one of the four tensors that are kept shares it instead."""
+    output = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    if output.grad_fn is not None:
+        remember_exact(find_slot(layer, query), output.grad_fn, [query, key, value, output])
+    return output
 
 
 def multi_head_attention_forward(key: str, *args: Any, **kwargs: Any) -> Any:

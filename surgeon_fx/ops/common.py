@@ -18,12 +18,17 @@ def run_exactly(slot: Slot, native: Callable[..., Tensor], activations: Sequence
     """The native function, whose own autograd node keeps `activations` as they are."""
     output = mark(native(*args, **kwargs), slot)
     if (node := output.grad_fn) is not None:
-        if slot.group.table.prunes:
-            node.metadata[RECORDS] = [keep_exactly(x) for x in activations]
+        remember_exact(slot, node, activations)
         if slot.group.observed:
             for x in activations:
                 note(slot, node, "prune" if is_prunable(x) else "exact", x)
     return output
+
+
+def remember_exact(slot: Slot, node: Any, activations: Sequence[Tensor]) -> None:
+    """Has whoever prunes one of these share it, for as long as the native node keeps it as it is."""
+    if slot.group.table.prunes:
+        node.metadata[RECORDS] = [keep_exactly(x) for x in activations]
 
 
 def needs_graph(*tensors: Tensor | None) -> bool:

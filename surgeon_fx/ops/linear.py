@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon_fx.ops.common import autocast_dtype, cast, is_parameter, needs_graph, reduce_to, run_exactly
+from surgeon_fx.ops.common import autocast_dtype, cast, is_parameter, needs_graph, reduce_to, remember_exact, run_exactly
 from surgeon_fx.ops.keep import Kept, restored, save, without_surroundings
 from surgeon_fx.ops.slots import Slot, find_slot, mark
 
@@ -86,8 +86,13 @@ def _left_gradient(a: Tensor, grad: Tensor, b: Tensor) -> Tensor:
 
 def _multiply(key: str, native: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
     parameters = [is_parameter(a), is_parameter(b)]
-    if not needs_graph(a, b) or sum(parameters) != 1 or min(a.dim(), b.dim()) < 2:
+    if not needs_graph(a, b) or sum(parameters) == 2 or min(a.dim(), b.dim()) < 2:
         return native(a, b)
+    if not any(parameters):  # attention written out: both stay as they are
+        output = native(a, b)
+        kept = [x for x, other in ((a, b), (b, a)) if other.requires_grad]
+        remember_exact(find_slot(key, a), output.grad_fn, kept)
+        return output
     pruned = parameters.index(False)
     activation, weight = ((a, b), (b, a))[pruned]
     if not weight.requires_grad:

@@ -67,6 +67,7 @@ RULES: dict[Function, Rule] = {
     **_rows("product", product, "norm", (), torch, Tensor),
     **_rows("product", product, "vector_norm", (), torch.linalg),
     **_rows("product", product, "normalize", (), F),
+    **_rows("attention", attention, "scaled_dot_product_attention", (), F),
     **_rows("attention", attention, "multi_head_attention_forward", ((5, "in_proj_weight"), (20, "q_proj_weight")), F),
     **_rows("pool", pool, "max_pool1d max_pool2d max_pool3d", (), F),
     **_rows("pool", pool, "max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices", (), F),

@@ -30,7 +30,8 @@ class Saving:
 
     `kind`: "prune" shares `key` with whoever saves the same memory; at ratio 0 it is `storage` that is held. "norm" is
     the same at ratio 0, with `exact_bytes` beside it; pruned, it keeps a copy of its own and `fixed_bytes` beside that.
-    "exact" holds `storage`, and "fixed" `fixed_bytes`, whatever the ratio.
+    "exact" holds `storage`, whatever the ratio, and so do those who would prune the same `key`. "fixed" holds
+    `fixed_bytes`.
     """
 
     kind: str
@@ -62,6 +63,8 @@ def held_bytes(savings: Iterable[Saving], ratios: Mapping[str, float]) -> int:
             total += saving.fixed_bytes
         elif saving.kind == "exact":
             storages[saving.storage] = saving.storage_bytes
+            if saving.key is not None:
+                dense.add(saving.key)
         elif ratio == 0:
             dense.add(saving.key)
             storages[saving.storage] = saving.storage_bytes

@@ -21,7 +21,10 @@ from surgeon_fx.api import is_transformed, rewrite_of, transformed_part
 from surgeon_fx.explain import Row, explain_outputs, module_path, observed
 from surgeon_fx.inputs import first_tensor
 from surgeon_fx.modules import Trains, is_layer, is_norm_layer, trains
-from surgeon_fx.ops.slots import NOTES
+from surgeon_fx.kernels.layout import is_dense
+from surgeon_fx.ops.common import RECORDS
+from surgeon_fx.ops.keep import is_prunable
+from surgeon_fx.ops.slots import NOTES, memory_key
 from surgeon_fx.passes.watch import Watcher
 from surgeon_fx.planner.arithmetic import LayerInput, Saving
 from surgeon_fx.planner.program import Program, fake_like, planned_device
@@ -187,9 +190,11 @@ def _savings(model: nn.Module, outputs: Any) -> list[Saving]:
                 saved |= {-1 - i: x for i, x in enumerate(tensors)}
             else:
                 found.append(Saving("fixed", fixed_bytes=fixed(tensors)))
+        shared = RECORDS in node.metadata  # whoever prunes the same memory shares it instead
         for x in saved.values():
             if x is not None and (storage := storage_of(x)) not in own:
-                found.append(Saving("exact", storage=storage, storage_bytes=x.untyped_storage().nbytes()))
+                key = memory_key(x) if shared and is_prunable(x) and is_dense(x) else None
+                found.append(Saving("exact", None, key, storage, x.untyped_storage().nbytes()))
     return found
 
 
