@@ -26,7 +26,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from surgeon_fx.api import rewrite_of
-from surgeon_fx.inputs import batch_size, call, first_tensor, on_one_device
+from surgeon_fx.inputs import batch_size, call, on_one_device
 from surgeon_fx.kernels.layout import check_ratio
 from surgeon_fx.losses import entropy
 from surgeon_fx.planner.arithmetic import activation_memory, max_normalised
@@ -118,10 +118,10 @@ def refresh(
         generator = shared.generator = shared.generator or torch.Generator().manual_seed(torch.initial_seed())
     weights = {name: trained for name, layer in shared.layers.items() if (trained := _weights(layer))}
     before = dict(table)
-    sizes: dict[str, int] = {}
+    shared.slots.count_elements()
     try:
         table.fill(static_ratio)
-        with _unseen(), _sizes(shared.layers, sizes), torch.inference_mode(False), torch.enable_grad():
+        with _unseen(), torch.inference_mode(False), torch.enable_grad():
             squares = _gradient_squares(model, _some(inputs, samples, generator), loss_fn, weights)
     finally:
         table.update(before)
@@ -134,8 +134,9 @@ def refresh(
         what = "gradients that are not finite" if gradients else "no gradient of any layer's weight"
         warnings.warn(f"refresh found {what} and left the ratios as they were", stacklevel=2)
         return Importance({}, {}, {}, before)
+    sizes = shared.slots.elements()
     usual = sum(sizes.values()) // max(len(sizes), 1)
-    sizes |= {name: usual for name in gradients if name not in sizes}  # called by its weight, not as a module
+    sizes |= {name: usual for name in gradients if name not in sizes}  # no operation of ours used its weight
     found = importance_of(gradients, sizes, gradient, memory)
     table.update(_for_everyone(found.p, table))
     return Importance(found.G, found.M, found.I, dict(table))
@@ -218,25 +219,6 @@ def _for_everyone(found: Mapping[str, float], names: Mapping[str, float]) -> dic
         last = found.get(name, last)
         filled[name] = last
     return filled
-
-
-@contextlib.contextmanager
-def _sizes(layers: Mapping[str, nn.Module], found: dict[str, int]) -> Iterator[None]:
-    """Counts the elements of each layer's input, over all its calls."""
-
-    def count(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, named: Any) -> None:
-            if (x := first_tensor((args, named))) is not None:
-                found[name] = found.get(name, 0) + x.numel()
-
-        return hook
-
-    handles = [layer.register_forward_pre_hook(count(name), with_kwargs=True) for name, layer in layers.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ class Slot:
 
     def __init__(self, group: Slots, name: str) -> None:
         self.group, self.name, self.key = group, name, f"{group.number}:{name}"
-        self.elements = 0  # of the layer's inputs, over all calls since somebody set it to 0
+        self.elements = 0  # of the layer's inputs, over all its calls
 
     @property
     def ratio(self) -> float:
@@ -100,6 +100,15 @@ class Slots:
 
     def key(self, name: str) -> str:
         return self.by_name[name].key
+
+    def count_elements(self) -> None:
+        """Starts to count the elements of each layer's inputs from zero."""
+        for slot in self.by_name.values():
+            slot.elements = 0
+
+    def elements(self) -> dict[str, int]:
+        """Elements of each layer's inputs, over all its calls since the count began."""
+        return {name: slot.elements for name, slot in self.by_name.items() if name and slot.elements}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slots:
         table = RatioTable(self.table)
