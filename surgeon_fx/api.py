@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from surgeon_fx.allocator import return_freed_memory
+from surgeon_fx.backend import open_door
 from surgeon_fx.config import Config
 from surgeon_fx.modules import is_layer
 from surgeon_fx.ratio_table import RatioTable
@@ -139,7 +140,9 @@ def is_transformed(model: nn.Module) -> bool:
 
 
 def rewrite_of(model: nn.Module) -> Rewrite:
-    """The state of a transformed model."""
+    """The state of a transformed model, or of one compiled with the backend "surgeon_fx"."""
+    if isinstance(model, nn.Module) and (door := open_door(model)) is not None:
+        return door
     return transformed_part(model).__dict__[MARK]
 
 

@@ -18,12 +18,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 
 from surgeon_fx import allocator
 from surgeon_fx.config import Config
 from surgeon_fx.ops.interpreter import Interpreter, current_interpreter
+from surgeon_fx.ops.library import CompilerMode
 from surgeon_fx.ops.slots import Slots
 from surgeon_fx.passes.capture import Backend, Break, Capture
 from surgeon_fx.passes.watch import Watcher
@@ -95,6 +95,9 @@ class Rewrite:
 
         return Interpreter(self.slots.key(""), owner, self._outside if self.config.capture else None)
 
+    def compiler_mode(self) -> CompilerMode:
+        return CompilerMode([(module, self.slots.key(name)) for name, module in self.layers.items()], self.slots.key(""))
+
     def _outside(self, function: Any) -> None:
         """A call that no graph holds, though graphs were wanted."""
         name = getattr(function, "__name__", str(function))
@@ -127,6 +130,9 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            if self.module is self.rewrite.module and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+                with self.rewrite.compiler_mode():  # somebody else's compiler
+                    return self.native(self.module, *args, **kwargs)
             return self.native(self.module, *args, **kwargs)
         if not torch.is_grad_enabled() or current_interpreter() is not None or _transforms_active():
             return self.native(self.module, *args, **kwargs)
@@ -136,7 +142,7 @@ class Forward:
                     return self.native(self.module, *args, **kwargs)
             if self.compiled is None:
                 self.compiled = self._compile()
-            with torch._dynamo.config.patch(**DYNAMO):
+            with torch._dynamo.config.patch(**DYNAMO):  # imported by torch.compile
                 return self.compiled(self.module, *args, **kwargs)
 
     def _compile(self) -> Callable[..., Any]:

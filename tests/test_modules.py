@@ -18,7 +18,7 @@ class ScaleNorm(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
+        self.weight = nn.Parameter(torch.ones(1))
 
 
 class PreNorm(nn.Module):

@@ -86,14 +86,15 @@ class Slot:
 
     @property
     def ratio(self) -> float:
-        return self.group.table[self.name] if self.name else 0.0
+        return self.group.table[self.name] if self.name else self.group.default
 
 
 class Slots:
-    """The layers of one transformed model, by name; the empty name stands for no layer, which is exact."""
+    """The layers of one transformed model, by name; the empty name stands for no layer."""
 
     def __init__(self, table: RatioTable) -> None:
         self.table, self.number = table, next(_numbers)
+        self.default = 0.0  # the ratio of what belongs to no layer
         self.observed = False  # somebody looks on: operations leave notes on autograd's nodes
         self.by_name = {name: Slot(self, name) for name in ("", *table)}
         _slots.update({slot.key: slot for slot in self.by_name.values()})
@@ -132,6 +133,10 @@ def find_slot(key: str, x: Tensor) -> Slot:
     if not slot.name and (found := producer(x)) is not None:
         slot = _slots.get(found, slot)
     return slot
+
+
+def ratio_behind(key: str) -> float:
+    return _slots[key].ratio
 
 
 def find_key(key: str, otherwise: str) -> str:
