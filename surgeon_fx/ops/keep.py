@@ -96,9 +96,9 @@ class Kept:
         return saved
 
     def restore(self, values: Tensor, bitmask: Tensor | None) -> Tensor:
+        refuse_double_backward()
         if bitmask is None:
             return values
-        refuse_double_backward()
         if values.numel() == self.shape.numel():  # pointed at the activation itself, or nothing was dropped
             return unflatten(values, self.shape, self.stride) if self.dense_layout else values.view(self.shape)
         stride = self.stride if self.dense_layout else torch.empty(self.shape, device="meta").stride()
@@ -149,7 +149,7 @@ def without_surroundings(x: Tensor) -> Tensor:
 
 
 def refuse_double_backward() -> None:
-    """Called where pruned values are restored: gradients of those would be silently wrong."""
+    """Called where activations are restored: they know nothing of their past, and their gradients would be lost."""
     if torch.is_grad_enabled():  # which is what create_graph=True does to a backward
         raise RuntimeError(
             "double backward (create_graph=True) through a pruned activation: its ratio must be 0; "
