@@ -50,7 +50,7 @@ def tag_saves_pass(gm: fx.GraphModule, layers: Layers) -> PassResult:
     for node in gm.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        rule = rule_for(node.target)
+        rule = rule_for(node.target, node.kwargs)
         if rule is None:
             if (reason := _keeps_exactly(node)) is not None:
                 key = _layer_of(node, layers)

@@ -119,6 +119,9 @@ def clamp(key: str, input: Tensor, min: Any = None, max: Any = None) -> Tensor:
     return _run(key, input, lambda x: torch.clamp(x, min, max), _between(low, high, at_low, at_high, at_nan), True)
 
 
+clip = clamp
+
+
 def clamp_min(key: str, input: Tensor, min: Any) -> Tensor:
     return clamp(key, input, min)
 
