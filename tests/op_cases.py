@@ -66,7 +66,7 @@ def assert_same(actual, expected):
         assert torch.equal(actual[name].nan_to_num(7.5), value.nan_to_num(7.5)), name
 
 
-def check_exact(key, op, native, *args, double=True, **kwargs):
+def check_exact(key, op, native, /, *args, double=True, **kwargs):
     """Bit-equal to the native function, second derivatives included."""
 
     def ours(*given, **named):
