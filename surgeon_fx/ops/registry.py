@@ -58,7 +58,7 @@ RULES: dict[Function, Rule] = {
     **_rows("norm", norm, "batch_norm instance_norm", ((3, "weight"),), F),
     **_rows("norm", norm, "layer_norm group_norm rms_norm", ((2, "weight"),), F),
     **_rows("norm", norm, "layer_norm group_norm rms_norm", ((2, "weight"),), torch),
-    **_rows("relu", relu, "relu relu_ relu6 leaky_relu leaky_relu_ hardtanh hardsigmoid clamp clip clamp_min clamp_max"),
+    **_rows("relu", relu, "relu relu_ relu6 leaky_relu leaky_relu_ threshold hardtanh hardsigmoid clamp clip clamp_min clamp_max"),
     **_rows("smooth", smooth, "gelu silu hardswish mish softplus elu celu selu logsigmoid glu", (), F),
     **_rows("smooth", smooth, "sigmoid tanh exp square sin cos pow"),
     **_rows("smooth", smooth, "prelu", (), F, torch),
