@@ -58,6 +58,8 @@ BITS = {
     "x.relu_": lambda x: x.clone().relu_(),
     "F.relu in place": lambda x: F.relu(x.clone(), inplace=True),
     "F.leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+    "F.threshold": lambda x: F.threshold(x, 0.1, 0.0),
+    "torch.threshold": lambda x: torch.threshold(x, 0.1, value=0.0),
     "F.relu6": lambda x: F.relu6(x),
     "x.clamp": lambda x: x.clamp(min=0),
     "torch.clamp": lambda x: torch.clamp(x, -1, max=1),

@@ -20,6 +20,8 @@ CASES = {
     "leaky, falling": (relu.leaky_relu, F.leaky_relu, {"negative_slope": -0.2}),
     "leaky in place": (relu.leaky_relu, F.leaky_relu, {"negative_slope": 0.2, "inplace": True}),
     "leaky_": (relu.leaky_relu_, F.leaky_relu_, {"negative_slope": 0.1}),
+    "threshold": (relu.threshold, F.threshold, {"threshold": 0.5, "value": -3.0}),
+    "threshold in place": (relu.threshold, F.threshold, {"threshold": 0.0, "value": 20.0, "inplace": True}),
     "hardtanh": (relu.hardtanh, F.hardtanh, {}),
     "hardtanh of a range": (relu.hardtanh, F.hardtanh, {"min_val": -0.5, "max_val": 1.5}),
     "hardtanh in place": (relu.hardtanh, F.hardtanh, {"max_val": 0.5, "inplace": True}),
