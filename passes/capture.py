@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from surgeon_fx.runtime import Rewrite
 
 
-INTERPRETER = interpreter.__file__
+OUR_FRAMES = (interpreter.__file__, str(Path(interpreter.__file__).parents[1] / "runtime.py"))
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,12 @@ class Backend:
 
 
 def _forget_our_frames(gm: fx.GraphModule) -> None:
-    """Dynamo saw calls through the interpreter; what a reader wants is the line of the model."""
+    """Dynamo saw calls through the runtime and the interpreter; what a reader wants is the line of the model."""
     for node in gm.graph.nodes:
         if trace := node.meta.get("stack_trace"):
             frames = re.split(r"(?m)^(?=  File )", trace)
-            node.meta["stack_trace"] = "".join(one for one in frames if f'"{INTERPRETER}"' not in one)
+            theirs = [one for one in frames if not any(f'"{ours}"' in one for ours in OUR_FRAMES)]
+            node.meta["stack_trace"] = "".join(theirs)
 
 
 def _break(gm: fx.GraphModule) -> Break | None:
@@ -88,5 +90,3 @@ def _break(gm: fx.GraphModule) -> Break | None:
     where = found.user_stack[-1] if found.user_stack else None
     place = "" if where is None else f"{where.filename.rpartition('/')[2]}:{where.lineno}"
     return Break(place, str(found.reason).strip().splitlines()[0])
-
-

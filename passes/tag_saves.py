@@ -46,15 +46,15 @@ class Layers:
 
 def tag_saves_pass(gm: fx.GraphModule, layers: Layers) -> PassResult:
     parameters = layers.parameters
-    tagged = 0
+    changed = False
     for node in gm.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        rule = rule_for(node.target)
+        rule = rule_for(node.target, node.kwargs)
         if rule is None:
             if (reason := _keeps_exactly(node)) is not None:
                 key = _layer_of(node, layers)
-                node.meta[SAVING] = Saving("exact", _name(key), key, reason)
+                changed |= _tag(node, Saving("exact", _name(key), key, reason))
             continue
         if rule.family == "product" and len(_tensors(node)) < 2 and _is_arithmetic(node):
             continue  # by a number: nothing is saved
@@ -63,11 +63,17 @@ def tag_saves_pass(gm: fx.GraphModule, layers: Layers) -> PassResult:
             continue  # filtered out
         key = owned or _layer_of(node, layers)
         if rule.family == "linear" and not owned and not _parameters_behind(node.all_input_nodes, parameters):
-            node.meta[SAVING] = Saving(TWO_ACTIVATIONS, _name(key), key, "a product of two activations needs both")
+            saving = Saving(TWO_ACTIVATIONS, _name(key), key, "a product of two activations needs both")
         else:
-            node.meta[SAVING] = Saving(rule.family, _name(key), key, REASONS.get(rule.family, ""))
-        tagged += 1
-    return PassResult(gm, tagged > 0)
+            saving = Saving(rule.family, _name(key), key, REASONS.get(rule.family, ""))
+        changed |= _tag(node, saving)
+    return PassResult(gm, changed)
+
+
+def _tag(node: fx.Node, saving: Saving) -> bool:
+    """Whether the node was not tagged so before."""
+    before, node.meta[SAVING] = saving_of(node), saving
+    return before != saving
 
 
 def _name(key: str) -> str:
@@ -76,11 +82,13 @@ def _name(key: str) -> str:
 
 def _is_arithmetic(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name in ("mul", "div", "truediv", "multiply", "true_divide", "__mul__", "__truediv__")
+    return name.strip("_") in ("mul", "div", "truediv", "multiply", "divide", "true_divide")
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
-    return [n for n in node.all_input_nodes if isinstance(n.meta.get("example_value"), Tensor)]
+    """Its operands that are tensors; one that is given twice counts twice."""
+    given = (*node.args, *node.kwargs.values())
+    return [x for x in given if isinstance(x, fx.Node) and isinstance(x.meta.get("example_value"), Tensor)]
 
 
 def _owner(node: fx.Node, rule: Rule, parameters: Mapping[fx.Node, str | None]) -> str | None:

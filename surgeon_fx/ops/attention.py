@@ -18,24 +18,26 @@ from surgeon_fx.ops.slots import find_key, find_slot
 OUT_PROJECTION = 11  # the place of its weight among the arguments
 
 
-def scaled_dot_product_attention(layer: str, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def scaled_dot_product_attention(
+    layer: str, /, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     """No map is kept. Whoever prunes one of the four tensors that are kept shares it instead."""
     output = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-    if output.grad_fn is not None:
+    if output.grad_fn is not None and "ScaledDotProduct" in output.grad_fn.name():  # else torch wrote it out
         remember_exact(find_slot(layer, query), output.grad_fn, [query, key, value, output])
     return output
 
 
-def multi_head_attention_forward(key: str, *args: Any, **kwargs: Any) -> Any:
+def multi_head_attention_forward(layer: str, /, *args: Any, **kwargs: Any) -> Any:
     from surgeon_fx.ops.interpreter import Interpreter  # which is made of the registry, and so of this
 
     last = args[OUT_PROJECTION] if len(args) > OUT_PROJECTION else kwargs.get("out_proj_weight")
-    last_key = find_key(f"{key}.out_proj", otherwise=key)
+    last_layer = find_key(f"{layer}.out_proj", otherwise=layer)
 
     def owner(parameter: Tensor) -> str:
-        return last_key if parameter is last else key
+        return last_layer if parameter is last else layer
 
-    with Interpreter(key, owner):
+    with Interpreter(layer, owner):
         return _inside(*args, **kwargs)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon_fx.ops.common import autocast_dtype, cast, needs_graph, run_exactly
-from surgeon_fx.ops.keep import Kept, restored, save, without_surroundings
+from surgeon_fx.ops.keep import Kept, can_prune, restored, save, without_surroundings
 from surgeon_fx.ops.slots import Slot, find_slot, mark
 
 Sizes = int | Sequence[int]
@@ -60,12 +60,13 @@ def _convolve(
     if not needs_graph(input, weight, bias) or input.dtype.is_complex:
         return native(input, weight, bias, **sizes)
     slot = find_slot(key, input)
-    slot.elements += input.numel()
     input = without_surroundings(input)
-    if weight.requires_grad and slot.ratio == 0:
+    if weight.requires_grad and not can_prune(input, slot.ratio):
+        slot.elements += input.numel()
         return run_exactly(slot, native, [input], input, weight, bias, **sizes)
     if input.dim() == dims + 1:  # one sample
         return _convolve(key, native, dims, input.unsqueeze(0), weight, bias, **sizes).squeeze(0)
+    slot.elements += input.numel()
     dilation, padding = _each(sizes["dilation"], dims), sizes["padding"]
     if padding == "same":
         input, padding = _pad_to_same(input, weight, dilation)

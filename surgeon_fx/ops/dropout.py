@@ -46,7 +46,11 @@ class Dropout(torch.autograd.Function):
         return None, grads[0] * unpack_value(bits, scale, ctx.shape, ctx.stride), None, None
 
 
-def dropout(key: str, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def dropout(
+    key: str, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool | None = None
+) -> Tensor:
+    """`train` is what `torch.dropout` calls `training`."""
+    training = training if train is None else train
     drops = training and 0 < p < 1 and input.dtype in FLOAT_BITS and input.nbytes > SMALL_BYTES
     if not needs_graph(input) or not drops:
         return F.dropout(input, p, training, inplace)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from surgeon_fx.ops.registry import RULES, Rule
+from surgeon_fx.ops.keep import is_checkpointed
+from surgeon_fx.ops.registry import Rule, rule_for
 from surgeon_fx.ops.slots import MARK
 
 MOST_NODES = 64  # of the graph behind a computed weight
@@ -38,8 +39,8 @@ class Interpreter(TorchFunctionMode):
         kwargs = kwargs or {}
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        rule = RULES.get(func)
-        if rule is None or _is_checkpointed():
+        rule = rule_for(func, kwargs)
+        if rule is None or is_checkpointed():  # where backward runs it again, no interpreter is on: native, both times
             return func(*args, **kwargs)
         key = self._key_of(rule, args, kwargs)
         if key is None:
@@ -55,12 +56,6 @@ class Interpreter(TorchFunctionMode):
                 if key is None or key != self.key:
                     return key
         return self.layer or self.key
-
-
-def _is_checkpointed() -> bool:
-    """Inside a checkpointed region, which runs again in backward, when no interpreter is on: as eager, both times."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
 
 
 def parameter_behind(x: Tensor) -> Tensor | None:

@@ -48,6 +48,13 @@ class Record:
 _records: weakref.WeakValueDictionary[Key, Record] = weakref.WeakValueDictionary()
 
 
+def is_checkpointed() -> bool:
+    """Inside a checkpointed region, on its first run or on the second: both must save the same, whoever else keeps it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
+
+
 def is_prunable(x: Tensor) -> bool:
     return x.nbytes > SMALL_BYTES and x.dtype in FLOAT_BITS
 
@@ -82,7 +89,7 @@ class Kept:
         if not can_prune(x, ratio):
             self.saved = (x, None)
         else:
-            self.record = Record(x) if instead_of is not None else _record(x)
+            self.record = Record(x) if instead_of is not None or is_checkpointed() else _record(x)
             self.saved = _save(self.record, x, ratio)
 
     def release(self, ctx: Any, place: int) -> tuple[Tensor, Tensor | None]:
@@ -96,9 +103,9 @@ class Kept:
         return saved
 
     def restore(self, values: Tensor, bitmask: Tensor | None) -> Tensor:
+        refuse_double_backward()
         if bitmask is None:
             return values
-        refuse_double_backward()
         if values.numel() == self.shape.numel():  # pointed at the activation itself, or nothing was dropped
             return unflatten(values, self.shape, self.stride) if self.dense_layout else values.view(self.shape)
         stride = self.stride if self.dense_layout else torch.empty(self.shape, device="meta").stride()
@@ -133,7 +140,7 @@ def keep_exactly(x: Tensor) -> Record | None:
 
     The record must live as long as the tensor is kept: put it on the autograd node.
     """
-    if not is_prunable(x) or not is_dense(x):
+    if not is_prunable(x) or not is_dense(x) or is_checkpointed():
         return None
     record = _record(x)
     if not record.dense:
@@ -149,7 +156,7 @@ def without_surroundings(x: Tensor) -> Tensor:
 
 
 def refuse_double_backward() -> None:
-    """Called where pruned values are restored: gradients of those would be silently wrong."""
+    """Called where activations are restored: they know nothing of their past, and their gradients would be lost."""
     if torch.is_grad_enabled():  # which is what create_graph=True does to a backward
         raise RuntimeError(
             "double backward (create_graph=True) through a pruned activation: its ratio must be 0; "

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon_fx.ops.common import autocast_dtype, cast, is_parameter, needs_graph, reduce_to, remember_exact, run_exactly
-from surgeon_fx.ops.keep import Kept, restored, save, without_surroundings
+from surgeon_fx.ops.keep import Kept, can_prune, restored, save, without_surroundings
 from surgeon_fx.ops.slots import Slot, find_slot, mark
 
 
@@ -47,7 +47,7 @@ def linear(key: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     slot = find_slot(key, input)
     slot.elements += input.numel()
     input = without_surroundings(input)
-    if slot.ratio == 0:
+    if not can_prune(input, slot.ratio):
         return run_exactly(slot, F.linear, [input], input, weight, bias)
     return mark(Linear.apply(slot, slot.ratio, input, weight, bias), slot)
 
@@ -99,7 +99,7 @@ def _multiply(key: str, native: Callable[..., Tensor], a: Tensor, b: Tensor) -> 
         return native(a, b)
     slot = find_slot(key, activation)
     slot.elements += activation.numel()
-    if slot.ratio == 0:
+    if not can_prune(activation, slot.ratio):
         return run_exactly(slot, native, [activation], a, b)
     return mark(Product.apply(slot, slot.ratio, a, b, pruned), slot)
 
@@ -145,7 +145,7 @@ def addmm(key: str, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 
         return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha)
     slot = find_slot(key, mat1)
     slot.elements += mat1.numel()
-    if slot.ratio == 0:
+    if not can_prune(mat1, slot.ratio):
         return run_exactly(slot, torch.addmm, [mat1], input, mat1, mat2)
     return mark(AffineProduct.apply(slot, slot.ratio, input, mat1, mat2), slot)
 
@@ -185,6 +185,6 @@ def einsum(key: str, equation: Any, *operands: Any) -> Tensor:
         return torch.einsum(equation, *operands)
     slot = find_slot(key, operands[pruned])
     slot.elements += operands[pruned].numel()
-    if slot.ratio == 0:
+    if not can_prune(operands[pruned], slot.ratio):
         return run_exactly(slot, torch.einsum, [operands[pruned]], equation, *operands)
     return mark(Contraction.apply(slot, slot.ratio, equation, pruned, *operands), slot)

@@ -8,7 +8,7 @@ output it reads. To add an operation, add a file beside this one and a row here.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ RULES: dict[Function, Rule] = {
     **_rows("norm", norm, "batch_norm instance_norm", ((3, "weight"),), F),
     **_rows("norm", norm, "layer_norm group_norm rms_norm", ((2, "weight"),), F),
     **_rows("norm", norm, "layer_norm group_norm rms_norm", ((2, "weight"),), torch),
-    **_rows("relu", relu, "relu relu_ relu6 leaky_relu leaky_relu_ hardtanh hardsigmoid clamp clamp_min clamp_max"),
+    **_rows("relu", relu, "relu relu_ relu6 leaky_relu leaky_relu_ threshold hardtanh hardsigmoid clamp clip clamp_min clamp_max"),
     **_rows("smooth", smooth, "gelu silu hardswish mish softplus elu celu selu logsigmoid glu", (), F),
     **_rows("smooth", smooth, "sigmoid tanh exp square sin cos pow"),
     **_rows("smooth", smooth, "prelu", (), F, torch),
@@ -81,16 +81,22 @@ RULES |= {
     operator.truediv: RULES[torch.div],
     operator.matmul: RULES[torch.matmul],
     operator.pow: RULES[torch.pow],
-    torch.true_divide: RULES[torch.div],
-    torch.multiply: RULES[torch.mul],
+    **dict.fromkeys((torch.multiply, Tensor.multiply), RULES[torch.mul]),
+    **dict.fromkeys((torch.divide, torch.true_divide, Tensor.divide, Tensor.true_divide), RULES[torch.div]),
     **{
         getattr(Tensor, f"__{name}__"): RULES[getattr(torch, function)]
         for name, function in (("mul", "mul"), ("truediv", "div"), ("matmul", "matmul"), ("pow", "pow"))
     },
 }
 
-def rule_for(target: Any) -> Rule | None:
-    """The rule of a function, or of a tensor method given by its name."""
+
+def rule_for(target: Any, kwargs: Mapping[str, Any] | None = None) -> Rule | None:
+    """The rule of a function, or of a tensor method given by its name.
+
+    A call that is given its output has none: autograd does not record it.
+    """
+    if kwargs and kwargs.get("out") is not None:
+        return None
     if isinstance(target, str):
         target = getattr(Tensor, target, None)
     try:

@@ -74,20 +74,23 @@ def leaky_relu(key: str, input: Tensor, negative_slope: float = 0.01, inplace: b
         return torch.ops.aten.leaky_relu_backward(grad, passes, negative_slope, False)
 
     # The sign of the input: of the output only where the slope is positive. NaN takes the slope.
-    return _run(
-        key, input, lambda x: F.leaky_relu(x, negative_slope, inplace), lambda x: pack_bits(x > 0), True, back
-    )
+    return _run(key, input, lambda x: F.leaky_relu(x, negative_slope, inplace), lambda x: pack_bits(x > 0), True, back)
 
 
 def leaky_relu_(key: str, input: Tensor, negative_slope: float = 0.01) -> Tensor:
     return leaky_relu(key, input, negative_slope, True)
 
 
-def hardtanh(
-    key: str, input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
-) -> Tensor:
+def hardtanh(key: str, input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
     function = F.hardtanh_ if inplace else F.hardtanh
     return _run(key, input, lambda x: function(x, min_val, max_val), _between(min_val, max_val), True)
+
+
+def threshold(key: str, input: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
+    def bits(x: Tensor) -> Tensor:
+        return pack_bits(~(x <= threshold))
+
+    return _run(key, input, lambda x: F.threshold(x, threshold, value, inplace), bits, True)
 
 
 def relu6(key: str, input: Tensor, inplace: bool = False) -> Tensor:
@@ -117,6 +120,9 @@ def clamp(key: str, input: Tensor, min: Any = None, max: Any = None) -> Tensor:
     at_low, at_high, at_nan = CLAMP_PASSES[min is not None, max is not None]
     low, high = -math.inf if min is None else min, math.inf if max is None else max
     return _run(key, input, lambda x: torch.clamp(x, min, max), _between(low, high, at_low, at_high, at_nan), True)
+
+
+clip = clamp
 
 
 def clamp_min(key: str, input: Tensor, min: Any) -> Tensor:

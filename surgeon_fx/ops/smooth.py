@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon_fx.kernels.layout import FLOAT_BITS
-from surgeon_fx.ops.common import needs_graph, run_exactly
+from surgeon_fx.ops.common import needs_graph, remember_exact, run_exactly
 from surgeon_fx.ops.keep import Kept, can_prune, is_prunable, restored, save
 from surgeon_fx.ops.slots import Slot, find_slot, mark, note
 
@@ -90,11 +90,12 @@ def _smooth(name: str) -> Callable[..., Tensor]:
             return row.native(input, *args, **kwargs)
         slot = find_slot(key, input)
         if not can_prune(input, slot.ratio):
-            if row.reads == "input":
-                return run_exactly(slot, row.native, [input], input, *args, **kwargs)
             output = mark(row.native(input, *args, **kwargs), slot)
+            kept = input if row.reads == "input" else output
+            if output is not input:  # else autograd keeps a copy that nobody can share
+                remember_exact(slot, output.grad_fn, [kept])
             if slot.group.observed:
-                note(slot, output.grad_fn, "prune" if is_prunable(output) else "exact", output)
+                note(slot, output.grad_fn, "prune" if is_prunable(kept) else "exact", kept)
             return output
         return mark(SmoothFunction.apply(slot, slot.ratio, input, row, args, kwargs), slot)
 

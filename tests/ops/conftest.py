@@ -1,0 +1,7 @@
+import pytest
+from op_cases import Layers
+
+
+@pytest.fixture
+def layers():
+    return Layers()
