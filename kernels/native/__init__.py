@@ -28,7 +28,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     # mask, n, bits, threads
     "sfx_pack_bits": (None, [c_void_p, c_int64, c_void_p, c_int]),
     # bits, n, mask, threads
-    "sfx_unpack_bits": (None, [c_void_p, c_int64, c_void_p, c_int]),
+    "sfx_unpack_bits": (c_int, [c_void_p, c_int64, c_void_p, c_int]),
     # bits, n, width, value, out, threads
     "sfx_unpack_value": (c_int, [c_void_p, c_int64, c_int64, c_uint64, c_void_p, c_int]),
     "sfx_cache_install": (c_int, []),
