@@ -7,7 +7,7 @@ from torch import Tensor
 
 from surgeon_fx.kernels.bits.reference import stray_bits
 from surgeon_fx.kernels.layout import FLOAT_BITS, bit_bytes
-from surgeon_fx.kernels.native import library, threads
+from surgeon_fx.kernels.native import call, library, threads
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -35,9 +35,6 @@ def unpack_value(bits: Tensor, numel: int, value: Tensor) -> Tensor:
     out = torch.empty(numel, dtype=value.dtype)
     width = value.element_size()
     pattern = int(value.view(FLOAT_BITS[value.dtype].integer)) & ((1 << 8 * width) - 1)
-    status = library().sfx_unpack_value(bits.data_ptr(), numel, width, pattern, out.data_ptr(), threads())
-    if status > 0:
+    if call("sfx_unpack_value", bits.data_ptr(), numel, width, pattern, out.data_ptr(), threads()):
         raise ValueError(stray_bits(numel))
-    if status < 0:
-        raise MemoryError(f"no memory to unpack {numel} elements")
     return out

@@ -63,8 +63,10 @@ class Rewrite:
         finally:
             state.sessions.pop()
             self.active = False
+            if outermost:
+                allocator.trim()
         if outermost:
-            allocator.trim()
+            allocator.trim_after_backward(result)
         return result
 
     def ratio(self, tensors: list[Tensor] = []) -> float:  # noqa: B006
