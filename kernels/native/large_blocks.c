@@ -9,8 +9,9 @@
  * go in a few sizes, so freed mappings are kept for the next request of their size, under one rule: mappings in use and
  * mappings kept together never exceed what was in use at the highest moment of the last PERIODS periods between trims
  * (or, early on, FLOOR_BYTES more than is in use). So the peak of a process that does the same again and again stays what
- * it would be if every block went back at once. All of them go back at a trim, before a fork, when the system refuses
- * memory, and by a thread that lives only while something is kept, once nothing has happened for IDLE_SECONDS.
+ * it would be if every block went back at once. All of them go back at a trim, before a fork, by a thread that lives only
+ * while something is kept, once nothing has happened for IDLE_SECONDS, and when the system refuses memory: to libc10, or
+ * to libtorch_cpu, whose own allocations stay malloc's and are merely asked for once more.
  */
 #if defined(__linux__) && !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
@@ -196,12 +197,23 @@ static Header *take(size_t bytes) {
 
 EXPORT int64_t sfx_blocks_trim(void);
 
+static int retrying_memalign(void **out, size_t alignment, size_t bytes) {
+    int error = posix_memalign(out, alignment, bytes);
+    return error && sfx_blocks_trim() ? posix_memalign(out, alignment, bytes) : error;
+}
+
+static void *retrying_malloc(size_t bytes) {
+    void *p = malloc(bytes);
+    return !p && sfx_blocks_trim() ? malloc(bytes) : p;
+}
+
+static void *retrying_mmap(void *address, size_t bytes, int protection, int flags, int file, off_t offset) {
+    void *p = mmap(address, bytes, protection, flags, file, offset);
+    return p == MAP_FAILED && sfx_blocks_trim() ? mmap(address, bytes, protection, flags, file, offset) : p;
+}
+
 static int own_memalign(void **out, size_t alignment, size_t bytes) {
-    int error;
-    if (bytes < FROM_BYTES || bytes > PTRDIFF_MAX / 2 || alignment > sizeof(Header)) {
-        if ((error = posix_memalign(out, alignment, bytes)) && sfx_blocks_trim()) error = posix_memalign(out, alignment, bytes);
-        return error;
-    }
+    if (bytes < FROM_BYTES || bytes > PTRDIFF_MAX / 2 || alignment > sizeof(Header)) return retrying_memalign(out, alignment, bytes);
     size_t whole = (bytes + sizeof(Header) + page - 1) / page * page;
     pthread_mutex_lock(&lock);
     Header *h = take(whole);
@@ -241,16 +253,20 @@ static void own_free(void *p) {
     pthread_mutex_unlock(&lock);
 }
 
-/* ---- the import table of libc10 ---- */
+/* ---- import tables ---- */
 
-enum { MEMALIGN, FREE, SYMBOLS, SLOTS = 8 };
+enum { SYMBOLS_MOST = 3, SLOTS = 8 };
 typedef struct {
     const char *name;
     void *original, *own;
     void **slots[SLOTS];
     int count;
 } Import;
-typedef struct { int seen; Import imports[SYMBOLS]; } Imports;
+typedef struct {
+    const char *library;
+    int seen, symbols;
+    Import imports[SYMBOLS_MOST];
+} Imports;
 
 static const void *table(const struct dl_phdr_info *object, const ElfW(Dyn) *entry) {
     ElfW(Addr) at = entry->d_un.d_ptr; /* most systems have added the load address in place */
@@ -261,7 +277,7 @@ static int collect_imports(struct dl_phdr_info *object, size_t unused, void *imp
     (void)unused;
     Imports *found = imports_;
     const char *slash = strrchr(object->dlpi_name, '/'), *file = slash ? slash + 1 : object->dlpi_name;
-    if (strcmp(file, "libc10.so")) return 0;
+    if (strcmp(file, found->library)) return 0;
     found->seen = 1;
     const ElfW(Dyn) *d = NULL;
     for (int i = 0; i < object->dlpi_phnum; i++)
@@ -283,7 +299,7 @@ static int collect_imports(struct dl_phdr_info *object, size_t unused, void *imp
             const ElfW(Rela) *r = &relocations[t][i];
             size_t symbol = ELF64_R_SYM(r->r_info);
             if (!symbol || r->r_addend || symbols[symbol].st_shndx != SHN_UNDEF) continue;
-            for (int s = 0; s < SYMBOLS; s++) {
+            for (int s = 0; s < found->symbols; s++) {
                 Import *import = &found->imports[s];
                 if (!strcmp(names + symbols[symbol].st_name, import->name) && import->count < SLOTS)
                     import->slots[import->count++] = (void **)(object->dlpi_addr + r->r_offset);
@@ -330,29 +346,45 @@ static int set_slot(void **slot, void *target) {
     return 1;
 }
 
+/* What is to be taken over; `free` first, so that no block of ours can meet malloc's. */
 static int find_imports(Imports *found) {
-    *found = (Imports){0, {{"posix_memalign", (void *)posix_memalign, (void *)own_memalign, {NULL}, 0}, {"free", (void *)free, (void *)own_free, {NULL}, 0}}};
+    *found = (Imports){"libc10.so", 0, 2, {{"free", (void *)free, (void *)own_free, {NULL}, 0},
+                                           {"posix_memalign", (void *)posix_memalign, (void *)own_memalign, {NULL}, 0}}};
     dl_iterate_phdr(collect_imports, found);
     if (!found->seen) return NO_LIBC10;
-    for (int s = 0; s < SYMBOLS; s++)
+    for (int s = 0; s < found->symbols; s++)
         if (!found->imports[s].count) return NOT_IMPORTED;
-    for (int s = 0; s < SYMBOLS; s++)
+    for (int s = 0; s < found->symbols; s++)
         for (int i = 0; i < found->imports[s].count; i++)
             if (!is_original(&found->imports[s], *found->imports[s].slots[i])) return TAKEN;
     return INSTALLED;
 }
 
-/* Both symbols or neither; `free` first, so that no block of ours can meet malloc's. */
+/* Nothing depends on these: each that cannot be had is left as it is. */
+static void retry_in_torch(void) {
+    Imports found = {"libtorch_cpu.so", 0, 3, {{"posix_memalign", (void *)posix_memalign, (void *)retrying_memalign, {NULL}, 0},
+                                               {"malloc", (void *)malloc, (void *)retrying_malloc, {NULL}, 0},
+                                               {"mmap", (void *)mmap, (void *)retrying_mmap, {NULL}, 0}}};
+    dl_iterate_phdr(collect_imports, &found);
+    for (int s = 0; s < found.symbols; s++)
+        for (int i = 0; i < found.imports[s].count; i++) {
+            void **slot = found.imports[s].slots[i];
+            if (is_original(&found.imports[s], *slot) || object_of(*slot) == object_of(slot)) set_slot(slot, found.imports[s].own);
+        }
+}
+
+/* Both symbols or neither. */
 static int install(void) {
     Imports found;
     int reason = find_imports(&found);
     if (reason) return reason;
-    for (int s = SYMBOLS - 1; s >= 0; s--)
+    for (int s = 0; s < found.symbols; s++)
         for (int i = 0; i < found.imports[s].count; i++)
             if (!set_slot(found.imports[s].slots[i], found.imports[s].own)) {
-                for (i = 0; i < found.imports[FREE].count; i++) set_slot(found.imports[FREE].slots[i], (void *)free);
+                for (i = 0; i < found.imports[0].count; i++) set_slot(found.imports[0].slots[i], found.imports[0].original);
                 return REFUSED;
             }
+    retry_in_torch();
     return INSTALLED;
 }
 
