@@ -1,4 +1,4 @@
-/* Threads that allocate, check and free, a thread that trims, a thread that forks: what large_blocks.c must bear. */
+/* Threads that install, allocate, check and free, a thread that trims, a thread that forks: what large_blocks.c must bear. */
 #include "large_blocks.c"
 
 #include <stdio.h>
@@ -9,6 +9,7 @@ enum { THREADS = 4, ROUNDS = 400, HELD = 6 };
 static uint32_t draw(uint32_t *seed) { return *seed = *seed * 1664525u + 1013904223u, *seed >> 8; }
 
 static void *work(void *seed_) {
+    if (sfx_blocks_install() != NO_LIBC10) abort(); /* sets up what the rest needs, once */
     uint32_t seed = (uint32_t)(uintptr_t)seed_;
     unsigned char *held[HELD] = {NULL};
     size_t sizes[HELD];
@@ -32,7 +33,6 @@ static void *trim(void *unused) {
 
 int main(void) {
     pthread_t threads[THREADS + 1];
-    if (sfx_blocks_install() != NO_LIBC10) abort(); /* sets up what the rest needs */
     for (uintptr_t i = 0; i < THREADS; i++) pthread_create(&threads[i], NULL, work, (void *)(i + 1));
     pthread_create(&threads[THREADS], NULL, trim, NULL);
 #ifndef __SANITIZE_THREAD__ /* it does not follow children of a process with threads */
