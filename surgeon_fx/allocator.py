@@ -6,8 +6,8 @@ ones wait for the next request of their size as long as that does not raise the 
 malloc itself, its settings and everybody else's memory are left alone.
 
 What waits for reuse goes back to the system by itself before a fork, when memory is refused, and after a second without
-a large allocation. Whoever runs a model does two things besides: call `trim` when the outermost forward ends, also by
-an exception, and `trim_after_backward` with what that forward returned.
+large blocks that come or go. Whoever runs a model does two things besides: call `trim` when the outermost forward ends,
+also by an exception, and `trim_after_backward` with what that forward returned.
 """
 
 from __future__ import annotations
@@ -83,29 +83,34 @@ def trim() -> int:
 
 
 def trim_after_backward(outputs: Any) -> None:
-    """Arranges a trim for the end of each backward through `outputs`, any nest of tensors, also one that raises.
+    """Has freed blocks go back at the end of each backward through `outputs`, any nest of tensors.
 
+    At once where it raises; else once the process pauses, so that the next step of a loop can use them.
     To be called with what an outermost forward returned.
     """
     if not _asked() or not return_freed_memory():
         return
     for output in tree_leaves(outputs):
         if isinstance(output, Tensor) and output.grad_fn is not None:
-            output.grad_fn.register_prehook(_trim_at_the_end)
+            output.grad_fn.register_prehook(_watch_for_the_end)
 
 
-def _trim_at_the_end(_: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(_Trim())
+def _watch_for_the_end(_: Any) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward())
 
 
-class _Trim:
-    """The autograd engine drops its callbacks when a backward ends, and calls them if it did not raise."""
+class _EndOfBackward:
+    """The autograd engine drops its callbacks when a backward ends, and calls them before if it did not raise."""
+
+    raised = True
 
     def __call__(self) -> None:
-        pass
+        self.raised = False
+        native.library().sfx_blocks_trim_soon()
 
     def __del__(self) -> None:
-        trim()
+        if self.raised:
+            trim()
 
 
 def block_bytes() -> tuple[int, int]:

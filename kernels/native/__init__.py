@@ -34,6 +34,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "sfx_blocks_check": (c_int, []),
     "sfx_blocks_install": (c_int, []),
     "sfx_blocks_trim": (c_int64, []),
+    "sfx_blocks_trim_soon": (None, []),
     # bytes in use, bytes that wait for reuse
     "sfx_blocks_count": (None, [POINTER(c_int64), POINTER(c_int64)]),
 }

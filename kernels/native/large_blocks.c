@@ -10,8 +10,9 @@
  * mappings kept together never exceed what was in use at the highest moment of the last PERIODS periods between trims
  * (or, early on, FLOOR_BYTES more than is in use). So the peak of a process that does the same again and again stays what
  * it would be if every block went back at once. All of them go back at a trim, before a fork, by a thread that lives only
- * while something is kept, once nothing has happened for IDLE_SECONDS, and when the system refuses memory: to libc10, or
- * to libtorch_cpu, whose own allocations stay malloc's and are merely asked for once more.
+ * while something is kept, once nothing has happened for IDLE_MS (or SOON_MS, where the caller expects to be done), and
+ * when the system refuses memory: to libc10, or to libtorch_cpu, whose own allocations stay malloc's and are merely asked
+ * for once more.
  */
 #if defined(__linux__) && !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
@@ -43,7 +44,8 @@ enum {
     FLOOR_BYTES = 16 << 20,
     KEPT_MOST = 256,      /* blocks */
     PERIODS = 3,
-    IDLE_SECONDS = 1,
+    IDLE_MS = 1000,
+    SOON_MS = 50,
     WATCHER_STACK = 512 << 10,
     MAPPED_CHUNK = 2,     /* malloc's flag of a block that is a mapping */
 };
@@ -64,7 +66,8 @@ static int kept_count;
 static int64_t used, kept;    /* bytes */
 static int64_t most[PERIODS]; /* of `used`: since the last trim, between that and the one before, ... */
 static int active;            /* whether a block came since the last trim */
-static struct timespec last;  /* when one came or went */
+static int64_t last_ms;       /* when one came or went */
+static int64_t idle_ms = IDLE_MS;
 static int watching;          /* whether a thread waits for an idle moment, */
 static pthread_t watcher;     /* which, */
 static pthread_cond_t wake;   /* and what calls it off */
@@ -127,14 +130,19 @@ static int64_t release(void) {
 
 /* ---- the idle moment ---- */
 
+static int64_t now_ms(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
 static void *watch(void *unused) {
     (void)unused;
     pthread_mutex_lock(&lock);
     while (watching && kept_count) {
-        struct timespec now, until = last;
-        until.tv_sec += IDLE_SECONDS;
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        if (now.tv_sec > until.tv_sec || (now.tv_sec == until.tv_sec && now.tv_nsec >= until.tv_nsec)) release();
+        int64_t until_ms = last_ms + idle_ms;
+        struct timespec until = {until_ms / 1000, until_ms % 1000 * 1000000};
+        if (now_ms() >= until_ms) release();
         else pthread_cond_timedwait(&wake, &lock, &until);
     }
     if (watching) pthread_detach(watcher); /* else it is waited for */
@@ -227,7 +235,8 @@ static int own_memalign(void **out, size_t alignment, size_t bytes) {
         used += (int64_t)h->bytes;
         if (most[0] < used) most[0] = used;
         active = 1;
-        clock_gettime(CLOCK_MONOTONIC, &last);
+        last_ms = now_ms();
+        idle_ms = IDLE_MS;
     }
     pthread_mutex_unlock(&lock);
     if (!h) return posix_memalign(out, alignment, bytes); /* malloc may have room, or else the error is its own */
@@ -248,7 +257,7 @@ static void own_free(void *p) {
     kept_blocks[kept_count++] = h;
     kept += (int64_t)h->bytes;
     evict(KEPT_MOST);
-    clock_gettime(CLOCK_MONOTONIC, &last);
+    last_ms = now_ms();
     start_watching();
     pthread_mutex_unlock(&lock);
 }
@@ -420,6 +429,15 @@ EXPORT int64_t sfx_blocks_trim(void) {
     return bytes;
 }
 
+/* The same, SOON_MS from now, unless a block is asked for before. */
+EXPORT void sfx_blocks_trim_soon(void) {
+    pthread_mutex_lock(&lock);
+    last_ms = now_ms();
+    idle_ms = SOON_MS;
+    if (watching) pthread_cond_signal(&wake);
+    pthread_mutex_unlock(&lock);
+}
+
 /* Bytes of blocks in use, and of those kept. */
 EXPORT void sfx_blocks_count(int64_t *in_use, int64_t *waiting) {
     pthread_mutex_lock(&lock);
@@ -431,5 +449,6 @@ EXPORT void sfx_blocks_count(int64_t *in_use, int64_t *waiting) {
 EXPORT int sfx_blocks_check(void) { return NOT_SUPPORTED; }
 EXPORT int sfx_blocks_install(void) { return NOT_SUPPORTED; }
 EXPORT int64_t sfx_blocks_trim(void) { return 0; }
+EXPORT void sfx_blocks_trim_soon(void) {}
 EXPORT void sfx_blocks_count(int64_t *in_use, int64_t *waiting) { *in_use = *waiting = 0; }
 #endif
