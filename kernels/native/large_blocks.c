@@ -8,11 +8,14 @@
  * Fresh mappings are faulted in page by page, which would be most of the price of returning memory. Activations come and
  * go in a few sizes, so freed mappings are kept for the next request of their size, under one rule: mappings in use and
  * mappings kept together never exceed what was in use at the highest moment of the last PERIODS periods between trims
- * (or, early on, FLOOR_BYTES more than is in use). So the peak of a process that does the same again and again stays what
- * it would be if every block went back at once. All of them go back at a trim, before a fork, by a thread that lives only
- * while something is kept, once nothing has happened for IDLE_MS (or SOON_MS, where the caller expects to be done), and
- * when the system refuses memory: to libc10, or to libtorch_cpu, whose own allocations stay malloc's and are merely asked
- * for once more.
+ * (or, early on, FLOOR_BYTES more than is in use), nor three quarters of what the system once refused. So the peak of a
+ * process that does the same again and again stays what it would be if every block went back at once. All of them go back
+ * at a trim, before a fork, when the system refuses memory, and, by a thread that lives only while something is kept, once
+ * nothing has happened for IDLE_MS (or SOON_MS, where the caller expects to be done).
+ *
+ * Refusals are also caught where libtorch_cpu and libstdc++ allocate. What they get stays malloc's; it is merely asked for
+ * once more, after what is kept, and then a small reserve, has been given up. oneDNN needs that: a thread in which it once
+ * got no memory for generated code never gets another primitive.
  */
 #if defined(__linux__) && !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
@@ -46,6 +49,7 @@ enum {
     PERIODS = 3,
     IDLE_MS = 1000,
     SOON_MS = 50,
+    RESERVE_BYTES = 8 << 20, /* of address space */
     WATCHER_STACK = 512 << 10,
     MAPPED_CHUNK = 2,     /* malloc's flag of a block that is a mapping */
 };
@@ -65,6 +69,8 @@ static Header *kept_blocks[KEPT_MOST]; /* oldest first */
 static int kept_count;
 static int64_t used, kept;    /* bytes */
 static int64_t most[PERIODS]; /* of `used`: since the last trim, between that and the one before, ... */
+static int64_t ceiling = INT64_MAX; /* of both together, once the system has refused */
+static void *reserve;         /* for those that must not be refused; NULL once given up */
 static int active;            /* whether a block came since the last trim */
 static int64_t last_ms;       /* when one came or went */
 static int64_t idle_ms = IDLE_MS;
@@ -113,6 +119,7 @@ static void evict(int blocks) {
     int64_t allowed = used + FLOOR_BYTES;
     for (int i = 0; i < PERIODS; i++)
         if (allowed < most[i]) allowed = most[i];
+    if (allowed > ceiling) allowed = ceiling;
     while (kept_count && (kept_count > blocks || used + kept > allowed)) unmap(take_kept(0));
 }
 
@@ -203,21 +210,46 @@ static Header *take(size_t bytes) {
     return map(bytes);
 }
 
-EXPORT int64_t sfx_blocks_trim(void);
+/* What to do when the system refuses: give everything back, and stay clear of that level from now on. With the lock held.
+ * Returns the bytes that went back. */
+static int64_t respect_limit(size_t refused) {
+    int64_t reached = used + kept, level = (reached + (int64_t)(refused < PTRDIFF_MAX / 2 ? refused : PTRDIFF_MAX / 2)) / 4 * 3;
+    if (ceiling > level) ceiling = level;
+    return release();
+}
+
+static void set_reserve(void) {
+    if (reserve) return;
+    reserve = mmap(NULL, RESERVE_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (reserve == MAP_FAILED) reserve = NULL;
+}
+
+/* Whether something was given up, so that it is worth to ask once more. */
+static int make_room(size_t refused) {
+    pthread_mutex_lock(&lock);
+    int64_t bytes = respect_limit(refused);
+    if (!bytes && reserve && refused < RESERVE_BYTES) {
+        munmap(reserve, RESERVE_BYTES);
+        reserve = NULL;
+        bytes = RESERVE_BYTES;
+    }
+    pthread_mutex_unlock(&lock);
+    return bytes > 0;
+}
 
 static int retrying_memalign(void **out, size_t alignment, size_t bytes) {
     int error = posix_memalign(out, alignment, bytes);
-    return error && sfx_blocks_trim() ? posix_memalign(out, alignment, bytes) : error;
+    return error && make_room(bytes) ? posix_memalign(out, alignment, bytes) : error;
 }
 
 static void *retrying_malloc(size_t bytes) {
     void *p = malloc(bytes);
-    return !p && sfx_blocks_trim() ? malloc(bytes) : p;
+    return !p && make_room(bytes) ? malloc(bytes) : p;
 }
 
 static void *retrying_mmap(void *address, size_t bytes, int protection, int flags, int file, off_t offset) {
     void *p = mmap(address, bytes, protection, flags, file, offset);
-    return p == MAP_FAILED && sfx_blocks_trim() ? mmap(address, bytes, protection, flags, file, offset) : p;
+    return p == MAP_FAILED && make_room(bytes) ? mmap(address, bytes, protection, flags, file, offset) : p;
 }
 
 static int own_memalign(void **out, size_t alignment, size_t bytes) {
@@ -226,8 +258,7 @@ static int own_memalign(void **out, size_t alignment, size_t bytes) {
     pthread_mutex_lock(&lock);
     Header *h = take(whole);
     if (!h) {
-        release();
-        for (int i = 0; i < PERIODS; i++) most[i] = used; /* what there was room for is no longer a guide */
+        respect_limit(whole);
         h = map(whole);
     }
     if (h) {
@@ -370,10 +401,10 @@ static int find_imports(Imports *found) {
 }
 
 /* Nothing depends on these: each that cannot be had is left as it is. */
-static void retry_in_torch(void) {
-    Imports found = {"libtorch_cpu.so", 0, 3, {{"posix_memalign", (void *)posix_memalign, (void *)retrying_memalign, {NULL}, 0},
-                                               {"malloc", (void *)malloc, (void *)retrying_malloc, {NULL}, 0},
-                                               {"mmap", (void *)mmap, (void *)retrying_mmap, {NULL}, 0}}};
+static void retry_in(const char *library) {
+    Imports found = {library, 0, 3, {{"posix_memalign", (void *)posix_memalign, (void *)retrying_memalign, {NULL}, 0},
+                                     {"malloc", (void *)malloc, (void *)retrying_malloc, {NULL}, 0},
+                                     {"mmap", (void *)mmap, (void *)retrying_mmap, {NULL}, 0}}};
     dl_iterate_phdr(collect_imports, &found);
     for (int s = 0; s < found.symbols; s++)
         for (int i = 0; i < found.imports[s].count; i++) {
@@ -393,7 +424,9 @@ static int install(void) {
                 for (i = 0; i < found.imports[0].count; i++) set_slot(found.imports[0].slots[i], found.imports[0].original);
                 return REFUSED;
             }
-    retry_in_torch();
+    set_reserve();
+    retry_in("libtorch_cpu.so");
+    retry_in("libstdc++.so.6");
     return INSTALLED;
 }
 
@@ -425,6 +458,7 @@ EXPORT int sfx_blocks_install(void) {
 EXPORT int64_t sfx_blocks_trim(void) {
     pthread_mutex_lock(&lock);
     int64_t bytes = release();
+    if (ceiling != INT64_MAX) set_reserve();
     pthread_mutex_unlock(&lock);
     return bytes;
 }
