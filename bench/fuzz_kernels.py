@@ -1,10 +1,10 @@
-"""Random calls of every kernel function by the hundred thousand: the tests of tests/kernels/test_fuzz.py with more cases.
+"""Random calls of every kernel function by the hundred thousand: tests/kernels/test_fuzz.py with more cases.
 
     python bench/fuzz_kernels.py --cases 200000
 
-The C kernels run in a harness that holds each result against its meaning, under address and undefined-behaviour
-sanitizers (half as many cases again while another thread writes to the input, a quarter under the thread sanitizer), once
-for each instruction set; the public functions are called from Python with right, wrong and shared arguments.
+Seven tenths go to the C kernels, in a harness that holds each result against its meaning, shared by the instruction
+sets: four under address and undefined-behaviour sanitizers, two of the same while another thread writes to the input,
+one under the thread sanitizer. Three tenths call the public functions from Python: right, wrong, with shared memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common import ROOT
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=200_000, help="of each test")
+    parser.add_argument("--cases", type=int, default=200_000, help="of all tests together")
     parser.add_argument("--only", default="", help="a pytest -k expression: native, wrong, ...")
     arguments = parser.parse_args()
     command = [sys.executable, "-m", "pytest", str(ROOT / "tests/kernels/test_fuzz.py"), "-v", "-s", "--durations=0"]
@@ -28,7 +28,7 @@ def main() -> int:
     begin = time.monotonic()
     environment = {**os.environ, "SURGEON_FX_FUZZ_CASES": str(arguments.cases)}
     status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-    print(f"{arguments.cases} cases of each test in {time.monotonic() - begin:.0f} s: {'FAILED' if status else 'ok'}")
+    print(f"{arguments.cases} cases in {time.monotonic() - begin:.0f} s: {'FAILED' if status else 'ok'}")
     return status
 
 
