@@ -31,6 +31,7 @@ enum { INSTALLED, NOT_SUPPORTED, NO_LIBC10, NOT_IMPORTED, TAKEN, REFUSED };
 
 #if defined(__linux__) && defined(__GLIBC__) && defined(__LP64__)
 #include <dlfcn.h>
+#include <errno.h>
 #include <gnu/libc-version.h>
 #include <link.h>
 #include <pthread.h>
@@ -239,7 +240,7 @@ static int make_room(size_t refused) {
 
 static int retrying_memalign(void **out, size_t alignment, size_t bytes) {
     int error = posix_memalign(out, alignment, bytes);
-    return error && make_room(bytes) ? posix_memalign(out, alignment, bytes) : error;
+    return error == ENOMEM && make_room(bytes) ? posix_memalign(out, alignment, bytes) : error;
 }
 
 static void *retrying_malloc(size_t bytes) {
@@ -249,7 +250,7 @@ static void *retrying_malloc(size_t bytes) {
 
 static void *retrying_mmap(void *address, size_t bytes, int protection, int flags, int file, off_t offset) {
     void *p = mmap(address, bytes, protection, flags, file, offset);
-    return p == MAP_FAILED && make_room(bytes) ? mmap(address, bytes, protection, flags, file, offset) : p;
+    return p == MAP_FAILED && errno == ENOMEM && make_room(bytes) ? mmap(address, bytes, protection, flags, file, offset) : p;
 }
 
 static int own_memalign(void **out, size_t alignment, size_t bytes) {
