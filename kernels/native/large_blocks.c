@@ -34,6 +34,7 @@ enum { INSTALLED, NOT_SUPPORTED, NO_LIBC10, NOT_IMPORTED, TAKEN, REFUSED };
 #include <errno.h>
 #include <gnu/libc-version.h>
 #include <link.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
@@ -211,12 +212,13 @@ static Header *take(size_t bytes) {
     return map(bytes);
 }
 
-/* What to do when the system refuses: give everything back, and stay clear of that level from now on. With the lock held.
- * Returns the bytes that went back. */
-static int64_t respect_limit(size_t refused) {
+/* What to do when the system refuses: give everything back, malloc's free memory too, and stay clear of that level from now
+ * on. With the lock held. Whether anything went back. */
+static int respect_limit(size_t refused) {
     int64_t reached = used + kept, level = (reached + (int64_t)(refused < PTRDIFF_MAX / 2 ? refused : PTRDIFF_MAX / 2)) / 4 * 3;
     if (ceiling > level) ceiling = level;
-    return release();
+    int64_t bytes = release();
+    return malloc_trim(0) || bytes;
 }
 
 static void set_reserve(void) {
@@ -228,14 +230,14 @@ static void set_reserve(void) {
 /* Whether something was given up, so that it is worth to ask once more. */
 static int make_room(size_t refused) {
     pthread_mutex_lock(&lock);
-    int64_t bytes = respect_limit(refused);
-    if (!bytes && reserve && refused < RESERVE_BYTES) {
+    int some = respect_limit(refused);
+    if (reserve && refused < RESERVE_BYTES) {
         munmap(reserve, RESERVE_BYTES);
         reserve = NULL;
-        bytes = RESERVE_BYTES;
+        some = 1;
     }
     pthread_mutex_unlock(&lock);
-    return bytes > 0;
+    return some;
 }
 
 static int retrying_memalign(void **out, size_t alignment, size_t bytes) {
