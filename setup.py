@@ -28,7 +28,8 @@ class BuildNative(build_ext):
         # Compiled for OpenMP and not linked against it: the symbols resolve to the runtime torch has loaded.
         for openmp in (["-fopenmp"], ["-Xpreprocessor", "-fopenmp"], []):
             ext.extra_compile_args = ["-O3", "-std=gnu11", "-fvisibility=hidden", *openmp]
-            ext.extra_link_args = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+            # Never unloaded once loaded: torch's import table may point into it.
+            ext.extra_link_args = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-Wl,-z,nodelete"]
             try:
                 super().build_extension(ext)
             except Exception as error:
@@ -64,7 +65,7 @@ setup(
     ext_modules=[
         Extension(
             "surgeon_fx.kernels.native.prune_pack",
-            sources=["kernels/native/prune_pack.c", "kernels/native/block_cache.c"],
+            sources=["kernels/native/prune_pack.c", "kernels/native/large_blocks.c"],
             depends=["kernels/native/chunk_kernels.h"],
             libraries=[] if sys.platform == "win32" else ["m"],
         )

@@ -71,17 +71,37 @@ def mask_bytes(numel: int, kept: int) -> int:
     return bit_bytes(numel) if 0 < kept < numel else 0
 
 
+def check_tensor(x: object, name: str) -> Tensor:
+    """A tensor, or a TypeError."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    return x
+
+
 def is_dense(x: Tensor) -> bool:
     """Whether the elements fill one block of memory, in any order of the dimensions."""
-    if x.is_contiguous():
-        return True
+    return x.is_contiguous() or fills_one_block(x.shape, x.stride())
+
+
+def fills_one_block(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a layout visits each of its elements' places once, without gaps."""
     expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+    for step, size in sorted(zip(stride, shape, strict=True)):
         if size != 1:
-            if stride != expected:
+            if step != expected:
                 return False
             expected *= size
     return True
+
+
+def check_layout(shape: Sequence[int], stride: Sequence[int] | None) -> None:
+    """ValueError unless a tensor can have this shape and, where given, these dense strides."""
+    if any(size < 0 for size in shape):
+        raise ValueError(f"shape must not be negative, got {tuple(shape)}")
+    if stride is None or math.prod(shape) == 0:
+        return
+    if len(stride) != len(shape) or not fills_one_block(shape, stride):
+        raise ValueError(f"stride must be of a dense layout of shape {tuple(shape)}, got {tuple(stride)}")
 
 
 def densify(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ class Config:
     `fuse_attention`: turn attention that is written out into `scaled_dot_product_attention`, which keeps no map for
     backward. Equal to rounding, not to the bit.
 
-    `return_freed_memory`: on Linux, have glibc give freed activations back to the system.
+    `return_freed_memory`: on Linux, have torch's freed activations go back to the system (`surgeon_fx.allocator`).
     """
 
     capture: bool = True

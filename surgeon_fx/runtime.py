@@ -136,7 +136,15 @@ class Forward:
             return self.native(self.module, *args, **kwargs)
         if not torch.is_grad_enabled() or current_interpreter() is not None or _transforms_active():
             return self.native(self.module, *args, **kwargs)
-        with allocator.forward_pass(), self.rewrite.interpreter():
+        try:
+            result = self._run(args, kwargs)
+        finally:
+            allocator.trim()
+        allocator.trim_after_backward(result)
+        return result
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        with self.rewrite.interpreter():
             if not self.rewrite.config.capture:
                 with self.rewrite.watcher or contextlib.nullcontext():
                     return self.native(self.module, *args, **kwargs)

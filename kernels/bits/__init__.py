@@ -9,7 +9,7 @@ from torch import Tensor
 
 from surgeon_fx.kernels.backends import check_backend, define_op, implementation
 from surgeon_fx.kernels.compress import check_float
-from surgeon_fx.kernels.layout import bit_bytes, densify, flatten, unflatten
+from surgeon_fx.kernels.layout import bit_bytes, check_layout, check_tensor, densify, flatten, unflatten
 
 
 def pack_bits(mask: Tensor, backend: str = "auto") -> Tensor:
@@ -26,7 +26,7 @@ def unpack_bits(
     bits: Tensor, shape: int | Sequence[int], stride: Sequence[int] | None = None, backend: str = "auto"
 ) -> Tensor:
     """The boolean tensor behind `bits`, contiguous unless the strides of a dense layout are given."""
-    size = torch.Size((shape,) if isinstance(shape, int) else shape)
+    size = _check_size(shape, stride)
     _check_bits(bits, size.numel())
     flat = _unpack_bits_op(bits, size.numel(), check_backend(backend))
     return flat.view(size) if stride is None else unflatten(flat, size, stride)
@@ -36,7 +36,7 @@ def unpack_value(
     bits: Tensor, value: Tensor, shape: int | Sequence[int], stride: Sequence[int] | None = None, backend: str = "auto"
 ) -> Tensor:
     """`value`, a tensor of one element, where a bit is set, and zero elsewhere; laid out as `unpack_bits` does."""
-    size = torch.Size((shape,) if isinstance(shape, int) else shape)
+    size = _check_size(shape, stride)
     _check_bits(bits, size.numel())
     if check_float(value).numel() != 1 or value.device != bits.device:
         raise ValueError(f"value must be one number on {bits.device}, got shape {tuple(value.shape)} on {value.device}")
@@ -45,13 +45,19 @@ def unpack_value(
 
 
 def _check_mask(mask: Tensor) -> Tensor:
-    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
-        raise ValueError(f"mask must be a boolean tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
+    if check_tensor(mask, "mask").dtype is not torch.bool:
+        raise ValueError(f"mask must be a boolean tensor, got {mask.dtype}")
     return mask
 
 
+def _check_size(shape: int | Sequence[int], stride: Sequence[int] | None) -> torch.Size:
+    size = torch.Size((shape,) if isinstance(shape, int) else shape)
+    check_layout(size, stride)
+    return size
+
+
 def _check_bits(bits: Tensor, numel: int) -> None:
-    if bits.dtype is not torch.uint8 or bits.dim() != 1 or not bits.is_contiguous():
+    if check_tensor(bits, "bits").dtype is not torch.uint8 or bits.dim() != 1 or not bits.is_contiguous():
         raise ValueError(f"bits must be a contiguous uint8 vector, got {bits.dtype} of shape {tuple(bits.shape)}")
     if bits.numel() != bit_bytes(numel):
         raise ValueError(f"bits has {bits.numel()} bytes; {numel} elements go with {bit_bytes(numel)}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from surgeon_fx.kernels.bits.reference import stray_bits
 from surgeon_fx.kernels.layout import FLOAT_BITS, bit_bytes
-from surgeon_fx.kernels.native import library, threads
+from surgeon_fx.kernels.native import call, library, threads
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -25,7 +26,8 @@ def pack_sign(x: Tensor) -> Tensor:
 
 def unpack_bits(bits: Tensor, numel: int) -> Tensor:
     mask = torch.empty(numel, dtype=torch.bool)
-    library().sfx_unpack_bits(bits.data_ptr(), numel, mask.data_ptr(), threads())
+    if library().sfx_unpack_bits(bits.data_ptr(), numel, mask.data_ptr(), threads()):
+        raise ValueError(stray_bits(numel))
     return mask
 
 
@@ -33,6 +35,6 @@ def unpack_value(bits: Tensor, numel: int, value: Tensor) -> Tensor:
     out = torch.empty(numel, dtype=value.dtype)
     width = value.element_size()
     pattern = int(value.view(FLOAT_BITS[value.dtype].integer)) & ((1 << 8 * width) - 1)
-    if library().sfx_unpack_value(bits.data_ptr(), numel, width, pattern, out.data_ptr(), threads()) != 0:
-        raise MemoryError(f"no memory to unpack {numel} elements")
+    if call("sfx_unpack_value", bits.data_ptr(), numel, width, pattern, out.data_ptr(), threads()):
+        raise ValueError(stray_bits(numel))
     return out

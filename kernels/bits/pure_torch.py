@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from surgeon_fx.kernels.bits.reference import check_stray
 from surgeon_fx.kernels.layout import bit_bytes
 
 BLOCK = 1 << 20
@@ -35,6 +36,7 @@ def pack_into(mask: Tensor, bits: Tensor) -> None:
 
 
 def unpack_bits(bits: Tensor, numel: int) -> Tensor:
+    check_stray(bits, numel)
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     mask = torch.empty(bits.numel(), 8, dtype=torch.uint8, device=bits.device)
     torch.bitwise_right_shift(bits.unsqueeze(1), places, out=mask)

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from surgeon_fx.kernels.backends import check_backend, define_op, implementation
-from surgeon_fx.kernels.layout import FLOAT_BITS, check_ratio, densify, flatten, kept_count, mask_bytes, unflatten
+from surgeon_fx.kernels.layout import (
+    FLOAT_BITS,
+    check_layout,
+    check_ratio,
+    check_tensor,
+    densify,
+    flatten,
+    kept_count,
+    mask_bytes,
+    unflatten,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +73,7 @@ class Compressed:
 
 def check_float(x: Tensor, name: str = "x") -> Tensor:
     """A strided float tensor, detached; else a clear error."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.layout is not torch.strided:
+    if check_tensor(x, name).layout is not torch.strided:
         raise ValueError(f"{name} must be a strided tensor, got layout {x.layout}; call .to_dense() first")
     if x.dtype not in FLOAT_BITS:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_BITS)
@@ -83,6 +91,10 @@ def compress(x: Tensor, ratio: float, backend: str = "auto") -> Compressed:
 def decompress(compressed: Compressed, backend: str = "auto") -> Tensor:
     """The tensor with zeros where elements were dropped, in the memory layout of the original."""
     c = compressed
+    if not isinstance(c, Compressed):
+        raise TypeError(f"compressed must be what `compress` returned, got {type(c).__name__}")
+    check_tensor(c.values, "values")
+    check_tensor(c.bitmask, "bitmask")
     return _decompress_op(c.values, c.bitmask, c.shape, c.stride, check_backend(backend))
 
 
@@ -119,6 +131,7 @@ def _run_decompress(
     values: Tensor, bitmask: Tensor, size: Sequence[int], stride: Sequence[int], backend: str = "auto"
 ) -> Tensor:
     numel = math.prod(size)
+    check_layout(size, stride)
     _check_parts(values, bitmask, numel)
     values = values.detach()
     if values.numel() == numel:

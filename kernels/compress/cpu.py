@@ -7,7 +7,7 @@ from torch import Tensor
 
 from surgeon_fx.kernels.compress.reference import mask_mismatch
 from surgeon_fx.kernels.layout import FLOAT_BITS, bit_bytes
-from surgeon_fx.kernels.native import library, threads
+from surgeon_fx.kernels.native import call, threads
 
 
 def compress(flat: Tensor, kept: int) -> tuple[Tensor, Tensor]:
@@ -18,7 +18,8 @@ def compress(flat: Tensor, kept: int) -> tuple[Tensor, Tensor]:
 
 
 def compress_into(flat: Tensor, values: Tensor, bitmask: Tensor) -> None:
-    failed = library().sfx_compress(
+    call(
+        "sfx_compress",
         flat.data_ptr(),
         flat.numel(),
         flat.element_size(),
@@ -28,8 +29,6 @@ def compress_into(flat: Tensor, values: Tensor, bitmask: Tensor) -> None:
         bitmask.data_ptr(),
         threads(),
     )
-    if failed:
-        raise MemoryError("no memory for the scratch of compress")
 
 
 def decompress(values: Tensor, bitmask: Tensor, numel: int) -> Tensor:
@@ -39,7 +38,8 @@ def decompress(values: Tensor, bitmask: Tensor, numel: int) -> Tensor:
 
 
 def decompress_into(values: Tensor, bitmask: Tensor, flat: Tensor) -> None:
-    status = library().sfx_decompress(
+    mismatch = call(
+        "sfx_decompress",
         values.data_ptr(),
         values.numel(),
         bitmask.data_ptr(),
@@ -48,7 +48,5 @@ def decompress_into(values: Tensor, bitmask: Tensor, flat: Tensor) -> None:
         flat.data_ptr(),
         threads(),
     )
-    if status > 0:
+    if mismatch:
         raise ValueError(mask_mismatch(values.numel()))
-    if status < 0:
-        raise MemoryError("no memory for the scratch of decompress")

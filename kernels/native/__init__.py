@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import c_char_p, c_int, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,12 +28,15 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     # mask, n, bits, threads
     "sfx_pack_bits": (None, [c_void_p, c_int64, c_void_p, c_int]),
     # bits, n, mask, threads
-    "sfx_unpack_bits": (None, [c_void_p, c_int64, c_void_p, c_int]),
+    "sfx_unpack_bits": (c_int, [c_void_p, c_int64, c_void_p, c_int]),
     # bits, n, width, value, out, threads
     "sfx_unpack_value": (c_int, [c_void_p, c_int64, c_int64, c_uint64, c_void_p, c_int]),
-    "sfx_cache_install": (c_int, []),
-    "sfx_cache_trim": (c_int64, []),
-    "sfx_cache_remove": (None, []),
+    "sfx_blocks_check": (c_int, []),
+    "sfx_blocks_install": (c_int, []),
+    "sfx_blocks_trim": (c_int64, []),
+    "sfx_blocks_trim_soon": (None, []),
+    # bytes in use, bytes that wait for reuse
+    "sfx_blocks_count": (None, [POINTER(c_int64), POINTER(c_int64)]),
 }
 
 
@@ -75,6 +78,17 @@ def library() -> ctypes.CDLL:
     if lib is None:
         raise RuntimeError(reason)
     return lib
+
+
+def call(name: str, *arguments: object) -> int:
+    """The status of a kernel that needs scratch. Without memory it runs once more after a trim, then raises."""
+    function = getattr(library(), name)
+    status = int(function(*arguments))
+    if status < 0 and library().sfx_blocks_trim():
+        status = int(function(*arguments))
+    if status < 0:
+        raise torch.OutOfMemoryError(f"not enough memory: you tried to allocate the scratch of {name}")
+    return status
 
 
 def unavailable_reason() -> str:

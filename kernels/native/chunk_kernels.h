@@ -213,6 +213,7 @@ static void FN(histogram)(const void *x_, int64_t n, uint64_t nan_key, uint64_t 
         memset(rows, 0, sizeof rows);
         for (int64_t i = done; i < end; i++) {
             uint64_t digit = (uint64_t)key_of(x[i], (key_t)nan_key) - base;
+            SNAPSHOT(digit);
             if (digit >> bits == 0) rows[i & 1][digit >> shift]++;
         }
         for (int b = 0; b < BINS; b++) bins[b] += (int64_t)rows[0][b] + rows[1][b];
@@ -240,7 +241,7 @@ static uint64_t FN(bisect)(const void *x_, int64_t n, uint64_t nan_key_, int64_t
 
 static void FN(count)(const void *x_, int64_t n, uint64_t nan_key_, Bracket b, Chunk *c, void *room, int64_t room_n) {
     const key_t *x = x_;
-    key_t padded[WORD], *out = room, *last = out + room_n - WORD;
+    key_t padded[WORD], *out = room;
     vec nan_key = FN(splat)(nan_key_), lo = FN(splat)(b.lo), below_lo = FN(splat)(b.lo - 1), hi = FN(splat)(b.hi), below_hi = FN(splat)(b.hi - 1);
     int64_t above = 0, from_hi = 0, above_lo = 0, from_lo = 0, stored = 0;
     for (int64_t i = 0; i < n; i += WORD) {
@@ -258,7 +259,7 @@ static void FN(count)(const void *x_, int64_t n, uint64_t nan_key_, Bracket b, C
         above_lo += __builtin_popcountll(over_lo & valid);
         from_lo += __builtin_popcountll(at_lo & valid);
         uint64_t inside = over_lo & ~at_hi & valid;
-        if (inside && out + stored <= last) EACH_STEP(s) {
+        if (inside && room_n - stored >= WORD) EACH_STEP(s) {
             uint64_t m = inside >> s * LANES & low_bits(LANES);
             FN(compact)(out + stored, FN(keys)(FN(load)(word + s * LANES), nan_key), m);
             stored += __builtin_popcountll(m);
@@ -280,6 +281,14 @@ static void FN(tally)(const void *keys_, int64_t n, uint64_t t, int64_t *above, 
     *equal = same;
 }
 
+/* Keeps the first elements, as many as were promised to the chunks behind. */
+static void FN(pack_first)(const key_t *x, int64_t n, int64_t count, key_t *out, uint8_t *mask) {
+    memcpy(out, x, (size_t)count * sizeof *x);
+    memset(mask, 0, (size_t)(n + 7) / 8);
+    memset(mask, 0xff, (size_t)count / 8);
+    if (count % 8) mask[count / 8] = (uint8_t)low_bits(count % 8);
+}
+
 static void FN(pack)(const void *x_, int64_t n, uint64_t nan_key_, uint64_t t, const Chunk *c, void *out_, uint8_t *mask) {
     const key_t *x = x_;
     key_t padded[WORD], *out = out_, *end = out + c->emitted;
@@ -288,15 +297,15 @@ static void FN(pack)(const void *x_, int64_t n, uint64_t nan_key_, uint64_t t, c
     vec nan_key = FN(splat)(nan_key_), threshold = FN(splat)(t), cut = FN(splat)(ties ? t - 1 : t);
     for (int64_t i = 0; i < n; i += WORD) {
         const key_t *word = FN(word_at)(x + i, n - i, padded);
-        uint64_t keep = FN(greater_word)(word, nan_key, cut) & low_bits(n - i);
+        uint64_t keep = FN(greater_word)(word, nan_key, cut);
         if (some_ties) {
-            uint64_t above = FN(greater_word)(word, nan_key, threshold) & keep, tied = keep & ~above;
-            if (__builtin_popcountll(tied) > ties) tied = lowest_set(tied, ties);
+            uint64_t above = FN(greater_word)(word, nan_key, threshold), tied = within(keep & ~above, n - i, ties);
             ties -= __builtin_popcountll(tied);
             keep = above | tied;
         }
+        keep = within(keep, n - i, end - out);
         memcpy(mask + i / 8, &keep, n - i >= WORD ? 8 : (size_t)(n - i + 7) / 8);
-        if (out + WORD <= end) { /* a wide store past the end would hit the next chunk's output */
+        if (end - out >= WORD) { /* a wide store past the end would hit the next chunk's output */
             EACH_STEP(s) {
                 uint64_t m = keep >> s * LANES & low_bits(LANES);
                 FN(compact)(out, FN(load)(word + s * LANES), m);
@@ -305,15 +314,17 @@ static void FN(pack)(const void *x_, int64_t n, uint64_t nan_key_, uint64_t t, c
         } else
             for (; keep; keep &= keep - 1) *out++ = word[__builtin_ctzll(keep)];
     }
+    if (out != end) FN(pack_first)(x, n, c->emitted, out_, mask); /* x has changed since it was counted */
 }
 
 static void FN(expand)(const void *values_, int64_t values_n, const uint8_t *mask, int64_t n, void *out_, int stream) {
-    const key_t *values = values_, *last = values + values_n - WORD;
+    const key_t *values = values_, *end = values + values_n;
     key_t *out = out_;
     for (int64_t i = 0; i < n; i += WORD) {
         uint64_t keep = 0;
         memcpy(&keep, mask + i / 8, n - i >= WORD ? 8 : (size_t)(n - i + 7) / 8);
-        if (n - i >= WORD && values <= last) {
+        keep = within(keep, n - i, end - values);
+        if (n - i >= WORD && end - values >= WORD) {
             EACH_STEP(s) {
                 uint64_t m = keep >> s * LANES & low_bits(LANES);
                 vec v = FN(expand_lanes)(values, m);

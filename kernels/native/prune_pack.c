@@ -12,6 +12,10 @@
  *   5. pack      one pass: compare, write the mask bits, compact the kept elements
  * Atoms at lo and hi are counted, never collected, so constant, two-valued and mostly-zero tensors stay on this path.
  *
+ * Each pass reads its input again, and another thread may have written to it in between. So no count of an earlier pass
+ * is trusted: a word of mask is cut to the elements and values that are left where it is used (`within`), and offsets are
+ * cut to the output where they are made (`place_chunks`). A caller's race gives an unspecified tensor, never an overrun.
+ *
  * What runs inside a chunk stands in chunk_kernels.h, included once for each instruction set and element width.
  */
 #include <math.h>
@@ -117,9 +121,16 @@ static void make_tables(void) {
 
 INLINE uint64_t low_bits(int64_t n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }
 
-INLINE uint64_t lowest_set(uint64_t bits, int64_t n) {
+/* The compiler may not read again what x was made from. */
+#define SNAPSHOT(x) __asm__("" : "+r"(x))
+
+/* The bound of every loop over the bits of a word: those of the first `elements`, and of them the lowest `most`. */
+INLINE uint64_t within(uint64_t bits, int64_t elements, int64_t most) {
+    SNAPSHOT(bits);
+    bits &= low_bits(elements);
+    if (__builtin_popcountll(bits) <= most) return bits;
     uint64_t kept = 0;
-    for (; n > 0 && bits; n--, bits &= bits - 1) kept |= bits & -bits;
+    for (; most > 0; most--, bits &= bits - 1) kept |= bits & -bits;
     return kept;
 }
 
@@ -397,7 +408,7 @@ static uint64_t find_threshold(const Job *j, Bracket *b, Chunk *chunks, char *ro
     return b->hi;
 }
 
-/* What each chunk emits, now that T is known. */
+/* What each chunk emits, now that T is known: of each chunk at most its elements, of all together exactly `kept`. */
 static void place_chunks(const Job *j, Bracket b, uint64_t t, int64_t ties, Chunk *chunks) {
     int64_t candidates = 0;
     for (int64_t c = 0; c < j->chunks; c++) candidates += chunks[c].stored;
@@ -409,11 +420,13 @@ static void place_chunks(const Job *j, Bracket b, uint64_t t, int64_t ties, Chun
             if (t < b.hi && t == b.lo) k->emitted += k->inside;
             if (t < b.hi && t > b.lo) j->k->tally(k->candidates, k->stored, t, &k->emitted, &k->tied);
         }
-    int64_t offset = 0;
+    int64_t offset = 0, after = j->n; /* `after`: elements of the chunks behind this one, which must find room for the rest */
     for (int64_t c = 0; c < j->chunks; c++) {
-        chunks[c].ties = MIN(chunks[c].tied, ties);
+        int64_t size = chunk_size(j->n, c), left = j->kept - offset;
+        after -= size;
+        chunks[c].ties = MAX(0, MIN(chunks[c].tied, ties));
         ties -= chunks[c].ties;
-        chunks[c].emitted += chunks[c].ties;
+        chunks[c].emitted = MAX(MIN(MIN(chunks[c].emitted + chunks[c].ties, size), left), left - after);
         chunks[c].offset = offset;
         offset += chunks[c].emitted;
     }
@@ -458,6 +471,12 @@ EXPORT int sfx_compress(const void *x, int64_t n, int64_t width, uint64_t inf, i
 
 /* ---- decompress ---- */
 
+/* Whether bits behind the last of n elements are set. */
+static int has_stray_bits(const uint8_t *mask, int64_t n) { return n % 8 && mask[n / 8] >> n % 8; }
+
+/* Whether to write past the cache: large outputs, of pages that were not just zeroed in it, where the stores are aligned. */
+static int is_streamed(const void *out, int64_t bytes, int fresh) { return !fresh && bytes >= STREAM_BYTES && (uintptr_t)out % 64 == 0; }
+
 static int64_t count_bits(const uint8_t *bits, int64_t n) {
     int64_t sum = 0, i = 0;
     for (uint64_t w; i + 8 <= n; i += 8) memcpy(&w, bits + i, 8), sum += __builtin_popcountll(w);
@@ -471,7 +490,7 @@ EXPORT int sfx_decompress(const void *values, int64_t kept, const uint8_t *mask,
     const Kernels *k = kernels_for(width);
     int64_t chunks = (n + CHUNK - 1) / CHUNK, offset = 0;
     int shards = shards_for(n, threads), fresh = is_fresh(out, n * width);
-    int stream = !fresh && n * width >= STREAM_BYTES && (uintptr_t)out % 64 == 0; /* pages just zeroed are in the cache */
+    int stream = is_streamed(out, n * width, fresh);
     int64_t *offsets = malloc((size_t)(chunks + 1) * sizeof *offsets);
     if (!offsets) return -1;
     FOR_SHARDS(s, shards, n / 8)
@@ -482,7 +501,7 @@ EXPORT int sfx_decompress(const void *values, int64_t kept, const uint8_t *mask,
         offsets[c] = offset;
         offset += here;
     }
-    int fits = offset == kept && (n % 8 == 0 || mask[n / 8] >> n % 8 == 0);
+    int fits = offset == kept && !has_stray_bits(mask, n);
     if (fits) {
         FOR_SHARDS(s, shards, n)
             for (int64_t c = share(chunks, s, shards), end = share(chunks, s + 1, shards), ready = c; c < end; c++) {
@@ -524,7 +543,9 @@ EXPORT void sfx_pack_bits(const uint8_t *mask, int64_t n, uint8_t *bits, int thr
     }
 }
 
-EXPORT void sfx_unpack_bits(const uint8_t *bits, int64_t n, uint8_t *mask, int threads) {
+/* Returns 0, or 1 if bits behind the last element are set (nothing is written then). */
+EXPORT int sfx_unpack_bits(const uint8_t *bits, int64_t n, uint8_t *mask, int threads) {
+    if (has_stray_bits(bits, n)) return 1;
     int64_t chunks = (n + CHUNK - 1) / CHUNK;
     int shards = shards_for(n, threads);
     FOR_SHARDS(s, shards, n) {
@@ -535,13 +556,16 @@ EXPORT void sfx_unpack_bits(const uint8_t *bits, int64_t n, uint8_t *mask, int t
             memcpy(mask + i, &w, i + 8 <= end ? 8 : (size_t)(end - i));
         }
     }
+    return 0;
 }
 
-/* One value where a bit is set, zero elsewhere: an expansion of values that are all the same. Returns -1 without memory. */
+/* One value where a bit is set, zero elsewhere: an expansion of values that are all the same. Returns 0, 1 if bits behind
+ * the last element are set (nothing is written then), or -1 if there was no memory for scratch. */
 EXPORT int sfx_unpack_value(const uint8_t *bits, int64_t n, int64_t width, uint64_t value, void *out, int threads) {
+    if (has_stray_bits(bits, n)) return 1;
     int64_t chunks = (n + CHUNK - 1) / CHUNK, room = CHUNK + WORD;
     const Kernels *k = kernels_for(width);
-    int shards = shards_for(n, threads), stream = n * width >= STREAM_BYTES;
+    int shards = shards_for(n, threads), stream = is_streamed(out, n * width, 0);
     char *values = malloc((size_t)(room * width));
     if (!values) return -1;
     for (int64_t i = 0; i < room; i++) memcpy(values + i * width, &value, (size_t)width); /* little-endian: its low bytes */

@@ -1,0 +1,491 @@
+/* torch's large CPU blocks in mappings of their own, so that freed activations leave the process.
+ *
+ * posix_memalign and free are replaced in the import table of libc10, where torch allocates tensors; nobody else's
+ * allocations are touched, nor is any setting of malloc. Requests of FROM_BYTES and more get a mapping each; the rest,
+ * and whatever else libc10 frees, goes to malloc as before. A mapping begins with a header, and the header's mark alone
+ * decides what is ours (`header_of`): the bytes it names are the bytes that are counted in and out.
+ *
+ * Fresh mappings are faulted in page by page, which would be most of the price of returning memory. Activations come and
+ * go in a few sizes, so freed mappings are kept for the next request of their size, under one rule: mappings in use and
+ * mappings kept together never exceed what was in use at the highest moment of the last PERIODS periods between trims
+ * (or, early on, FLOOR_BYTES more than is in use), nor three quarters of what the system once refused. So the peak of a
+ * process that does the same again and again stays what it would be if every block went back at once. All of them go back
+ * at a trim, before a fork, when the system refuses memory, and, by a thread that lives only while something is kept, once
+ * nothing has happened for IDLE_MS (or SOON_MS, where the caller expects to be done).
+ *
+ * Refusals are also caught where libtorch_cpu and libstdc++ allocate. What they get stays malloc's; it is merely asked for
+ * once more, after what is kept, and then a small reserve, has been given up. oneDNN needs that: a thread in which it once
+ * got no memory for generated code never gets another primitive.
+ */
+#if defined(__linux__) && !defined(_GNU_SOURCE)
+#define _GNU_SOURCE
+#endif
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* What sfx_blocks_install returns. */
+enum { INSTALLED, NOT_SUPPORTED, NO_LIBC10, NOT_IMPORTED, TAKEN, REFUSED };
+
+#if defined(__linux__) && defined(__GLIBC__) && defined(__LP64__)
+#include <dlfcn.h>
+#include <errno.h>
+#include <gnu/libc-version.h>
+#include <link.h>
+#include <malloc.h>
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/auxv.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+    FROM_BYTES = 1 << 20, /* smaller blocks stay with malloc */
+    SLACK = 8,            /* a block may exceed the request by one part in so many */
+    FLOOR_BYTES = 16 << 20,
+    KEPT_MOST = 256,      /* blocks */
+    PERIODS = 3,
+    IDLE_MS = 1000,
+    SOON_MS = 50,
+    RESERVE_BYTES = 8 << 20, /* of address space */
+    WATCHER_STACK = 512 << 10,
+    MAPPED_CHUNK = 2,     /* malloc's flag of a block that is a mapping */
+};
+
+/* At the start of a mapping, in front of the pointer that is handed out. It ends as the header of a mapped malloc block
+ * does, so that whoever gets at the pointer past our `free` (a profiler that replaces ours, say) can free it too. */
+typedef struct {
+    uint64_t mark[2]; /* made from a secret, the address and `bytes` */
+    size_t bytes;     /* of the whole mapping */
+    size_t unused[3];
+    size_t malloc_offset, malloc_size;
+} Header;
+_Static_assert(sizeof(Header) == 64, "the alignment of what follows it");
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all that follows */
+static Header *kept_blocks[KEPT_MOST]; /* oldest first */
+static int kept_count;
+static int64_t used, kept;    /* bytes */
+static int64_t most[PERIODS]; /* of `used`: since the last trim, between that and the one before, ... */
+static int64_t ceiling = INT64_MAX; /* of both together, once the system has refused */
+static void *reserve;         /* for those that must not be refused; NULL once given up */
+static int active;            /* whether a block came since the last trim */
+static int64_t last_ms;       /* when one came or went */
+static int64_t idle_ms = IDLE_MS;
+static int watching;          /* whether a thread waits for an idle moment, */
+static pthread_t watcher;     /* which, */
+static pthread_cond_t wake;   /* and what calls it off */
+static uint64_t secret[2];
+static size_t page;
+
+/* ---- what is ours ---- */
+
+static void mark_used(Header *h) {
+    h->mark[0] = secret[0] ^ (uintptr_t)h;
+    h->mark[1] = secret[1] ^ h->bytes;
+    h->malloc_offset = offsetof(Header, malloc_offset);
+    h->malloc_size = (h->bytes - h->malloc_offset) | MAPPED_CHUNK;
+}
+
+static void mark_kept(Header *h) { h->mark[0] = h->mark[1] = h->malloc_size = 0; }
+
+/* The header of a block in use, or NULL if the pointer is not ours. What stands in front of any pointer at this offset of a
+ * page is in the same page, so it may be read. */
+static Header *header_of(void *p) {
+    if ((uintptr_t)p % page != sizeof(Header)) return NULL;
+    Header *h = (Header *)p - 1;
+    int ours = h->mark[0] == (secret[0] ^ (uintptr_t)h) && h->mark[1] == (secret[1] ^ h->bytes);
+    return ours && h->malloc_size == ((h->bytes - h->malloc_offset) | MAPPED_CHUNK) ? h : NULL;
+}
+
+/* ---- freed blocks that wait for reuse; with the lock held ---- */
+
+static Header *take_kept(int i) {
+    Header *h = kept_blocks[i];
+    kept -= (int64_t)h->bytes;
+    memmove(&kept_blocks[i], &kept_blocks[i + 1], (size_t)(--kept_count - i) * sizeof h);
+    return h;
+}
+
+static void unmap(Header *h) {
+    size_t bytes = h->bytes;
+    if (munmap(h, bytes)) madvise(h, bytes, MADV_DONTNEED); /* at the limit of mappings a hole cannot be made: empty it */
+}
+
+/* Gives the oldest back until the rule holds and no more than `blocks` are left. */
+static void evict(int blocks) {
+    int64_t allowed = used + FLOOR_BYTES;
+    for (int i = 0; i < PERIODS; i++)
+        if (allowed < most[i]) allowed = most[i];
+    if (allowed > ceiling) allowed = ceiling;
+    while (kept_count && (kept_count > blocks || used + kept > allowed)) unmap(take_kept(0));
+}
+
+/* Gives all back; a period ends. */
+static int64_t release(void) {
+    int64_t bytes = kept;
+    while (kept_count) unmap(take_kept(kept_count - 1));
+    if (active) {
+        memmove(most + 1, most, (PERIODS - 1) * sizeof *most);
+        most[0] = used;
+        active = 0;
+    }
+    return bytes;
+}
+
+/* ---- the idle moment ---- */
+
+static int64_t now_ms(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+static void *watch(void *unused) {
+    (void)unused;
+    pthread_mutex_lock(&lock);
+    while (watching && kept_count) {
+        int64_t until_ms = last_ms + idle_ms;
+        struct timespec until = {until_ms / 1000, until_ms % 1000 * 1000000};
+        if (now_ms() >= until_ms) release();
+        else pthread_cond_timedwait(&wake, &lock, &until);
+    }
+    if (watching) pthread_detach(watcher); /* else it is waited for */
+    watching = 0;
+    pthread_mutex_unlock(&lock);
+    return NULL;
+}
+
+/* With the lock held. Where no thread is to be had, the next trim gives back what is kept. */
+static void start_watching(void) {
+    pthread_attr_t attributes;
+    if (watching || !kept_count || pthread_attr_init(&attributes)) return;
+    pthread_attr_setstacksize(&attributes, WATCHER_STACK);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the program's own threads */
+    watching = !pthread_create(&watcher, &attributes, watch, NULL);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+}
+
+/* A child must find the lock free, no thread missing, and nothing kept that nobody would give back. */
+static void before_fork(void) {
+    pthread_mutex_lock(&lock);
+    while (watching) {
+        pthread_t waiting = watcher;
+        watching = 0;
+        pthread_cond_signal(&wake);
+        pthread_mutex_unlock(&lock);
+        pthread_join(waiting, NULL);
+        pthread_mutex_lock(&lock);
+    }
+    release();
+}
+
+static void after_fork(void) { pthread_mutex_unlock(&lock); }
+
+/* ---- in the place of posix_memalign and free ---- */
+
+static Header *map(size_t bytes) {
+    Header *h = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (h == MAP_FAILED) return NULL;
+    h->bytes = bytes;
+    return h;
+}
+
+/* The smallest kept block that serves, or a new one. NULL if the system refuses. */
+static Header *take(size_t bytes) {
+    int best = -1;
+    for (int i = kept_count - 1; i >= 0; i--) {
+        size_t have = kept_blocks[i]->bytes;
+        if (have >= bytes && have <= bytes + bytes / SLACK && (best < 0 || have < kept_blocks[best]->bytes)) best = i;
+    }
+    if (best >= 0) return take_kept(best);
+    used += (int64_t)bytes; /* old blocks go before the new one comes */
+    evict(KEPT_MOST);
+    used -= (int64_t)bytes;
+    return map(bytes);
+}
+
+/* What to do when the system refuses: give everything back, malloc's free memory too, and stay clear of that level from now
+ * on. With the lock held. Whether anything went back. */
+static int respect_limit(size_t refused) {
+    int64_t reached = used + kept, level = (reached + (int64_t)(refused < PTRDIFF_MAX / 2 ? refused : PTRDIFF_MAX / 2)) / 4 * 3;
+    if (ceiling > level) ceiling = level;
+    int64_t bytes = release();
+    return malloc_trim(0) || bytes;
+}
+
+static void set_reserve(void) {
+    if (reserve) return;
+    reserve = mmap(NULL, RESERVE_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (reserve == MAP_FAILED) reserve = NULL;
+}
+
+/* Whether something was given up, so that it is worth to ask once more. */
+static int make_room(size_t refused) {
+    pthread_mutex_lock(&lock);
+    int some = respect_limit(refused);
+    if (reserve && refused < RESERVE_BYTES) {
+        munmap(reserve, RESERVE_BYTES);
+        reserve = NULL;
+        some = 1;
+    }
+    pthread_mutex_unlock(&lock);
+    return some;
+}
+
+static int retrying_memalign(void **out, size_t alignment, size_t bytes) {
+    int error = posix_memalign(out, alignment, bytes);
+    return error == ENOMEM && make_room(bytes) ? posix_memalign(out, alignment, bytes) : error;
+}
+
+static void *retrying_malloc(size_t bytes) {
+    void *p = malloc(bytes);
+    return !p && make_room(bytes) ? malloc(bytes) : p;
+}
+
+static void *retrying_mmap(void *address, size_t bytes, int protection, int flags, int file, off_t offset) {
+    void *p = mmap(address, bytes, protection, flags, file, offset);
+    return p == MAP_FAILED && errno == ENOMEM && make_room(bytes) ? mmap(address, bytes, protection, flags, file, offset) : p;
+}
+
+static int own_memalign(void **out, size_t alignment, size_t bytes) {
+    if (bytes < FROM_BYTES || bytes > PTRDIFF_MAX / 2 || alignment > sizeof(Header)) return retrying_memalign(out, alignment, bytes);
+    size_t whole = (bytes + sizeof(Header) + page - 1) / page * page;
+    pthread_mutex_lock(&lock);
+    Header *h = take(whole);
+    if (!h) {
+        respect_limit(whole);
+        h = map(whole);
+    }
+    if (h) {
+        mark_used(h);
+        used += (int64_t)h->bytes;
+        if (most[0] < used) most[0] = used;
+        active = 1;
+        last_ms = now_ms();
+        idle_ms = IDLE_MS;
+    }
+    pthread_mutex_unlock(&lock);
+    if (!h) return posix_memalign(out, alignment, bytes); /* malloc may have room, or else the error is its own */
+    *out = h + 1;
+    return 0;
+}
+
+static void own_free(void *p) {
+    Header *h = header_of(p);
+    if (!h) {
+        free(p);
+        return;
+    }
+    pthread_mutex_lock(&lock);
+    mark_kept(h);
+    used -= (int64_t)h->bytes;
+    evict(KEPT_MOST - 1);
+    kept_blocks[kept_count++] = h;
+    kept += (int64_t)h->bytes;
+    evict(KEPT_MOST);
+    last_ms = now_ms();
+    start_watching();
+    pthread_mutex_unlock(&lock);
+}
+
+/* ---- import tables ---- */
+
+enum { SYMBOLS_MOST = 3, SLOTS = 8 };
+typedef struct {
+    const char *name;
+    void *original, *own;
+    void **slots[SLOTS];
+    int count;
+} Import;
+typedef struct {
+    const char *library;
+    int seen, symbols;
+    Import imports[SYMBOLS_MOST];
+} Imports;
+
+static const void *table(const struct dl_phdr_info *object, const ElfW(Dyn) *entry) {
+    ElfW(Addr) at = entry->d_un.d_ptr; /* most systems have added the load address in place */
+    return (const void *)(at < object->dlpi_addr ? at + object->dlpi_addr : at);
+}
+
+static int collect_imports(struct dl_phdr_info *object, size_t unused, void *imports_) {
+    (void)unused;
+    Imports *found = imports_;
+    const char *slash = strrchr(object->dlpi_name, '/'), *file = slash ? slash + 1 : object->dlpi_name;
+    if (strcmp(file, found->library)) return 0;
+    found->seen = 1;
+    const ElfW(Dyn) *d = NULL;
+    for (int i = 0; i < object->dlpi_phnum; i++)
+        if (object->dlpi_phdr[i].p_type == PT_DYNAMIC) d = (const ElfW(Dyn) *)(object->dlpi_addr + object->dlpi_phdr[i].p_vaddr);
+    const ElfW(Rela) *relocations[2] = {NULL, NULL};
+    size_t sizes[2] = {0, 0};
+    const ElfW(Sym) *symbols = NULL;
+    const char *names = NULL;
+    for (; d && d->d_tag != DT_NULL; d++) {
+        if (d->d_tag == DT_JMPREL) relocations[0] = table(object, d);
+        if (d->d_tag == DT_PLTRELSZ) sizes[0] = d->d_un.d_val;
+        if (d->d_tag == DT_RELA) relocations[1] = table(object, d);
+        if (d->d_tag == DT_RELASZ) sizes[1] = d->d_un.d_val;
+        if (d->d_tag == DT_SYMTAB) symbols = table(object, d);
+        if (d->d_tag == DT_STRTAB) names = table(object, d);
+    }
+    for (int t = 0; symbols && names && t < 2; t++)
+        for (size_t i = 0; relocations[t] && i < sizes[t] / sizeof(ElfW(Rela)); i++) {
+            const ElfW(Rela) *r = &relocations[t][i];
+            size_t symbol = ELF64_R_SYM(r->r_info);
+            if (!symbol || r->r_addend || symbols[symbol].st_shndx != SHN_UNDEF) continue;
+            for (int s = 0; s < found->symbols; s++) {
+                Import *import = &found->imports[s];
+                if (!strcmp(names + symbols[symbol].st_name, import->name) && import->count < SLOTS)
+                    import->slots[import->count++] = (void **)(object->dlpi_addr + r->r_offset);
+            }
+        }
+    return 1;
+}
+
+static const void *object_of(const void *address) {
+    Dl_info info;
+    return dladdr(address, &info) ? info.dli_fbase : NULL;
+}
+
+/* Whether a slot holds the C library's function, and not a stub yet to be resolved or somebody's replacement. A program at
+ * a fixed address may stand in for it with an entry of its own. */
+static int is_original(const Import *import, void *target) {
+    const void *object = object_of(target);
+    if (!object) return 0;
+    return object == object_of((void *)gnu_get_libc_version) ||
+           (target == import->original && object == object_of((void *)getauxval(AT_PHDR)));
+}
+
+typedef struct { uintptr_t address; int read_only; } Protection;
+
+/* The loader protects whole pages alone: one that relocations share with data at its end stays writable. */
+static int find_protection(struct dl_phdr_info *object, size_t unused, void *wanted_) {
+    (void)unused;
+    Protection *wanted = wanted_;
+    for (int i = 0; i < object->dlpi_phnum; i++) {
+        const ElfW(Phdr) *p = &object->dlpi_phdr[i];
+        uintptr_t begin = object->dlpi_addr + p->p_vaddr, end = begin + p->p_memsz;
+        if (p->p_type == PT_GNU_RELRO && wanted->address >= begin / page * page && wanted->address < end / page * page) wanted->read_only = 1;
+    }
+    return wanted->read_only;
+}
+
+static int set_slot(void **slot, void *target) {
+    Protection at = {(uintptr_t)slot, 0};
+    dl_iterate_phdr(find_protection, &at);
+    void *start = (void *)((uintptr_t)slot / page * page);
+    if (at.read_only && mprotect(start, page, PROT_READ | PROT_WRITE)) return 0;
+    __atomic_store_n(slot, target, __ATOMIC_SEQ_CST);
+    if (at.read_only) mprotect(start, page, PROT_READ);
+    return 1;
+}
+
+/* What is to be taken over; `free` first, so that no block of ours can meet malloc's. */
+static int find_imports(Imports *found) {
+    *found = (Imports){"libc10.so", 0, 2, {{"free", (void *)free, (void *)own_free, {NULL}, 0},
+                                           {"posix_memalign", (void *)posix_memalign, (void *)own_memalign, {NULL}, 0}}};
+    dl_iterate_phdr(collect_imports, found);
+    if (!found->seen) return NO_LIBC10;
+    for (int s = 0; s < found->symbols; s++)
+        if (!found->imports[s].count) return NOT_IMPORTED;
+    for (int s = 0; s < found->symbols; s++)
+        for (int i = 0; i < found->imports[s].count; i++)
+            if (!is_original(&found->imports[s], *found->imports[s].slots[i])) return TAKEN;
+    return INSTALLED;
+}
+
+/* Nothing depends on these: each that cannot be had is left as it is. */
+static void retry_in(const char *library) {
+    Imports found = {library, 0, 3, {{"posix_memalign", (void *)posix_memalign, (void *)retrying_memalign, {NULL}, 0},
+                                     {"malloc", (void *)malloc, (void *)retrying_malloc, {NULL}, 0},
+                                     {"mmap", (void *)mmap, (void *)retrying_mmap, {NULL}, 0}}};
+    dl_iterate_phdr(collect_imports, &found);
+    for (int s = 0; s < found.symbols; s++)
+        for (int i = 0; i < found.imports[s].count; i++) {
+            void **slot = found.imports[s].slots[i];
+            if (is_original(&found.imports[s], *slot) || object_of(*slot) == object_of(slot)) set_slot(slot, found.imports[s].own);
+        }
+}
+
+/* Both symbols or neither. */
+static int install(void) {
+    Imports found;
+    int reason = find_imports(&found);
+    if (reason) return reason;
+    for (int s = 0; s < found.symbols; s++)
+        for (int i = 0; i < found.imports[s].count; i++)
+            if (!set_slot(found.imports[s].slots[i], found.imports[s].own)) {
+                for (i = 0; i < found.imports[0].count; i++) set_slot(found.imports[0].slots[i], found.imports[0].original);
+                return REFUSED;
+            }
+    set_reserve();
+    retry_in("libtorch_cpu.so");
+    retry_in("libstdc++.so.6");
+    return INSTALLED;
+}
+
+static int outcome;
+static void install_once(void) {
+    pthread_condattr_t attributes;
+    page = (size_t)sysconf(_SC_PAGESIZE);
+    memcpy(secret, (const void *)getauxval(AT_RANDOM), sizeof secret);
+    if (pthread_condattr_init(&attributes) || pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC) ||
+        pthread_cond_init(&wake, &attributes) || pthread_atfork(before_fork, after_fork, after_fork))
+        outcome = REFUSED;
+    else outcome = install();
+}
+
+/* What an installation would come to. */
+EXPORT int sfx_blocks_check(void) {
+    Imports found;
+    return find_imports(&found);
+}
+
+/* Serves torch's large blocks from now on. The first call decides; returns INSTALLED, or why not. */
+EXPORT int sfx_blocks_install(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, install_once);
+    return outcome;
+}
+
+/* Gives every block that waits for reuse back. Returns how many bytes that were. */
+EXPORT int64_t sfx_blocks_trim(void) {
+    pthread_mutex_lock(&lock);
+    int64_t bytes = release();
+    if (ceiling != INT64_MAX) set_reserve();
+    pthread_mutex_unlock(&lock);
+    return bytes;
+}
+
+/* The same, SOON_MS from now, unless a block is asked for before. */
+EXPORT void sfx_blocks_trim_soon(void) {
+    pthread_mutex_lock(&lock);
+    last_ms = now_ms();
+    idle_ms = SOON_MS;
+    if (watching) pthread_cond_signal(&wake);
+    pthread_mutex_unlock(&lock);
+}
+
+/* Bytes of blocks in use, and of those kept. */
+EXPORT void sfx_blocks_count(int64_t *in_use, int64_t *waiting) {
+    pthread_mutex_lock(&lock);
+    *in_use = used;
+    *waiting = kept;
+    pthread_mutex_unlock(&lock);
+}
+#else
+EXPORT int sfx_blocks_check(void) { return NOT_SUPPORTED; }
+EXPORT int sfx_blocks_install(void) { return NOT_SUPPORTED; }
+EXPORT int64_t sfx_blocks_trim(void) { return 0; }
+EXPORT void sfx_blocks_trim_soon(void) {}
+EXPORT void sfx_blocks_count(int64_t *in_use, int64_t *waiting) { *in_use = *waiting = 0; }
+#endif
