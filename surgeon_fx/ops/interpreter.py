@@ -41,19 +41,23 @@ class Interpreter(TorchFunctionMode):
         rule = RULES.get(func)
         if rule is None or _is_checkpointed():
             return func(*args, **kwargs)
-        key = self._key_of(rule, args, kwargs)
+        parameters = self._parameters_of(rule, args, kwargs)
+        key = self._key_of(parameters)
         if key is None:
             return func(*args, **kwargs)
-        if self.took_over is not None:
+        if self.took_over is not None and (parameters or rule.family != "linear"):  # a product of activations is native
             self.took_over(func)
         return rule.op(key, *args, **kwargs)
 
-    def _key_of(self, rule: Rule, args: Any, kwargs: Any) -> str | None:
-        for weight in rule.weights_among(args, kwargs):
-            if isinstance(weight, Tensor) and (parameter := parameter_behind(weight)) is not None:
-                key = self.owner(parameter)
-                if key is None or key != self.key:
-                    return key
+    def _parameters_of(self, rule: Rule, args: Any, kwargs: Any) -> list[Tensor]:
+        weights = [x for x in rule.weights_among(args, kwargs) if isinstance(x, Tensor)]
+        return [x for weight in weights if (x := parameter_behind(weight)) is not None]
+
+    def _key_of(self, parameters: list[Tensor]) -> str | None:
+        for parameter in parameters:
+            key = self.owner(parameter)
+            if key is None or key != self.key:
+                return key
         return self.layer or self.key
 
 
