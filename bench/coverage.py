@@ -196,7 +196,7 @@ def summary(results: list[Result]) -> str:
 
     shares, held = ([r.values["share"] for r in done], [r.over_eager("pruned") for r in done])
     return (
-        f"{len(done)} of {len(results)} transform, {sum(map(is_equal, done))} equal eager wherever eager equals itself; "
+        f"{len(done)} of {len(results)} transform, {sum(map(is_equal, done))} equal eager where eager equals itself; "
         f"in graphs: median {median(shares):.2f}, {sum(share == 1 for share in shares)} at 1.00; "
         f"held at {RATIO}: median {median(held):.3f}, largest {max(held):.3f}"
     )

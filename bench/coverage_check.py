@@ -1,4 +1,4 @@
-"""One model of `bench/coverage.py`: runs its steps and compares them. As a script, it answers for models asked on stdin.
+"""One model of `bench/coverage.py`: runs its steps and compares them. As a script, it is asked for models on stdin.
 
 A step is forward, a fixed random projection of every output (or the sum of the losses a detector returns), backward.
 The steps of a model, each from the same seed and buffers: eager twice, transformed at ratio 0, transformed at 0.9, and
