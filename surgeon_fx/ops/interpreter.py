@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
+from torch._dynamo.decorators import skip_code
 from torch.overrides import TorchFunctionMode
 
 from surgeon_fx.ops.registry import RULES, Rule
@@ -33,9 +35,12 @@ class Interpreter(TorchFunctionMode):
         self.key, self.owner, self.took_over = key, owner, took_over
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
-        kwargs = kwargs or {}
+        return self._call(func, args, kwargs or {})
+
+    @torch._dynamo.disable
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         rule = RULES.get(func)
@@ -108,3 +113,8 @@ def paused() -> Iterator[None]:
     else:  # somebody else's is on top
         with torch._C.DisableTorchFunction():
             yield
+
+
+# Dynamo inlines this where it captures a call; it must not capture it as a frame of its own: the functions it is given
+# may be new objects in each call, such as `Tensor.device.__get__`, which a guard on their identity mixes up.
+skip_code(Interpreter.__torch_function__.__code__)
