@@ -13,6 +13,7 @@ import os
 import platform
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -268,14 +269,19 @@ class ChildProcess:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
-    def ask(self, what: str) -> dict[str, Any]:
+    def ask(self, what: str, limit: float | None = None) -> dict[str, Any]:
+        """The answer to a line. A process that takes longer than `limit` seconds is ended."""
         assert self.process.stdout is not None
+        late = threading.Timer(limit or 0, self.process.kill)
+        if limit is not None:
+            late.start()
         try:
             self.send(what)
+            line = self.process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        else:
-            line = self.process.stdout.readline()
+        finally:
+            late.cancel()
         if not line:
             raise ValueError(f"{self.name}: the process that measures it ended with code {self.process.wait()}")
         found: dict[str, Any] = json.loads(line)

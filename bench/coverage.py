@@ -1,65 +1,49 @@
-"""Transforms many models and says what came of it: exact at ratio 0? layers rewritten? share of retained bytes handled?
+"""Transforms many models and says what came of it: exact at ratio 0? rewritten in graphs? how much is held?
 
     python bench/coverage.py --suite timm --quick
     python bench/coverage.py --suite all --json bench/results/coverage.jsonl --resume
+    python bench/coverage.py --suite all --resume --against earlier.jsonl
 
 One smallest model of each timm family; torchvision's models for classification, segmentation, detection, video and
-optical flow; small Hugging Face models with random weights. Inputs are small, models in training mode. A step is
-forward, a fixed random projection of every output (or the sum of the losses a detector returns), backward. The steps
-of a model, each from the same seed and buffers: eager twice, transformed at ratio 0, transformed at 0.9, and `explain`.
+optical flow; small Hugging Face models with random weights. Inputs are small, models in training mode. Models run in a
+process beside this one, which is replaced when a model takes longer than --limit or ends it.
 
-- eager, exact, pruned: bytes the autograd graph keeps alive after forward, parameters and buffers apart
+- in graphs: of the calls of convolutions, linears and norms, the share that ran as rewritten nodes of a graph. The rest
+  was rewritten call by call outside of graphs, or ran natively
+- graphs, breaks: as `explain` counts them
+- eager, 0, 0.9: bytes the autograd graph keeps alive after forward, parameters and buffers apart
 - handled: of those, the share that operations rewritten at 0.9 answer for, by `explain`
-- layers: convolutions, linears and normalisations, torch's or by the name of their class; in the ratio table, and of
-  those that ran, how many let no operation save outside a policy
+- first call: seconds of the first transformed forward beyond an eager one
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
-import random
-import re
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
 
 import torch
-from common import MIB, RESULTS, Environment, Row, environment
-from coverage_models import SUITES, Built, Case, quick_models, quiet
+from common import MIB, RESULTS, ChildProcess, Environment, Row, environment
+from coverage_models import SUITES, quick_models
 from tabulate import tabulate
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves, tree_map_only
 from tqdm import tqdm
-
-import surgeon_fx
-from surgeon_fx.explain import Explanation
-from surgeon_fx.ops.policies import SMALL_BYTES, storage_of
-from surgeon_fx.ops.runtime import state
-from surgeon_fx.retained import retained_bytes
 
 RATIO = 0.9
 EXACT_LIMIT = 1.03  # of the exact tier's bytes over eager's
-HANDLED_GOAL = 0.95
-TORCH_LAYERS = (_ConvNd, nn.Linear, _NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+MODELS_PER_PROCESS = 12
+CHECK = Path(__file__).with_name("coverage_check.py")
 UNITS = {
     **dict.fromkeys(("transforms", "deterministic", "forward_equal", "gradients_equal"), "bool"),
     **dict.fromkeys(("pruned_forward_equal", "pruned_finite"), "bool"),
-    **dict.fromkeys(("layers", "layers_in_table", "layers_run", "layers_under_policy"), "count"),
+    **dict.fromkeys(("graphs", "breaks", "layer_calls"), "count"),
     **dict.fromkeys(("eager", "exact", "pruned"), "bytes"),
-    "handled": "share",
-    "seconds": "s",
+    **dict.fromkeys(("share", "handled"), "share"),
+    **dict.fromkeys(("first_call", "seconds"), "s"),
 }
 LAST = "seconds"  # with it, a model is done
 
@@ -73,8 +57,9 @@ class Result:
     values: dict[str, float] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
 
-    def put(self, metric: str, value: float, note: str = "") -> None:
-        self.values[metric], self.notes[metric] = float(value), note
+    @property
+    def name(self) -> str:
+        return f"{self.suite}:{self.model}"
 
     def is_true(self, metric: str) -> bool:
         return self.values.get(metric) == 1
@@ -82,12 +67,8 @@ class Result:
     def over_eager(self, metric: str) -> float:
         return self.values.get(metric, 0) / max(self.values.get("eager", 0), 1)
 
-    def all_layers(self) -> bool:
-        v = self.values
-        return "layers" in v and v["layers"] == v["layers_in_table"] and v["layers_run"] == v["layers_under_policy"]
-
     def note(self) -> str:
-        return "; ".join(note for metric, note in self.notes.items() if note and metric != "handled")
+        return "; ".join(note for metric, note in self.notes.items() if note and metric not in ("handled", "breaks"))
 
     def rows(self, where: Environment) -> list[Row]:
         """One row of bench/common.py's schema for each metric."""
@@ -103,7 +84,8 @@ def results_of(rows: Iterable[Row]) -> list[Result]:
     results: dict[tuple[str, str], Result] = {}
     for row in rows:
         key = row.case["suite"], row.case["model"]
-        results.setdefault(key, Result(*key)).put(row.metric, row.p50 or 0.0, row.note)
+        result = results.setdefault(key, Result(*key))
+        result.values[row.metric], result.notes[row.metric] = row.p50 or 0.0, row.note
     return list(results.values())
 
 
@@ -119,303 +101,119 @@ def finished_rows(path: Path) -> list[Row]:
     return [row for row in rows if (row.case["suite"], row.case["model"]) in done]
 
 
-class Step(NamedTuple):
-    outputs: list[Tensor]
-    loss: Tensor
-    retained: int
+class Checks:
+    """Has models checked in another process, a new one after every few models and whenever one is lost."""
 
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.process: ChildProcess | None = None
+        self.asked = 0
 
-def seed() -> None:
-    random.seed(0)
-    torch.manual_seed(0)
-    if "numpy" in sys.modules:  # not ours, but some models draw from it
-        sys.modules["numpy"].random.seed(0)
+    def __call__(self, suite: str, model: str) -> Result:
+        if self.asked % MODELS_PER_PROCESS == 0:
+            self.close()
+        self.asked += 1
+        if self.process is None:
+            self.process = ChildProcess(model, [sys.executable, str(CHECK)])
+        try:
+            return Result(suite, model, **self.process.ask(f"{suite} {model}", self.limit))
+        except ValueError as error:
+            self.close()
+            return Result(suite, model, {"transforms": 0, LAST: 0}, {"transforms": str(error), LAST: ""})
 
-
-def fresh_inputs(built: Built) -> tuple[Any, ...]:
-    """The inputs as new leaves, floats among them with a gradient to come."""
-    return tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.is_floating_point()), built.inputs)
-
-
-def step(built: Built, visit: Callable[[str, Tensor], None]) -> Step:
-    """Forward and backward. Each gradient is shown to `visit` and dropped: large models hold one set, not three."""
-    model = built.model
-    seed()
-    inputs = fresh_inputs(built)
-    out = model(*inputs, **built.options)
-    outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-    retained = retained_bytes(outputs, model)
-    generator = torch.Generator().manual_seed(1)
-    losses = [
-        x.float() if x.dim() == 0 else (x.float() * torch.randn(x.shape, generator=generator)).mean()
-        for x in outputs
-        if x.requires_grad
-    ]
-    loss = torch.stack(losses).sum()
-
-    def take(name: str, x: Tensor) -> None:
-        assert x.grad is not None
-        visit(name, x.grad)
-        x.grad = None
-
-    leaves = {f"input {i}": x for i, x in enumerate(tree_leaves(inputs)) if isinstance(x, Tensor)}
-    hooks = [
-        x.register_post_accumulate_grad_hook(partial(take, name))
-        for name, x in (leaves | dict(model.named_parameters())).items()
-        if x.requires_grad
-    ]
-    try:
-        loss.backward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return Step([x.detach() for x in outputs], loss.detach(), retained)
-
-
-@dataclass
-class Gradients:
-    """Compares the gradients of a step with those of another."""
-
-    expected: dict[str, Tensor]
-    seen: set[str] = field(default_factory=set)
-    unequal: list[str] = field(default_factory=list)
-    infinite: list[str] = field(default_factory=list)
-
-    def __call__(self, name: str, gradient: Tensor) -> None:
-        self.seen.add(name)
-        if name not in self.expected or not torch.equal(self.expected[name], gradient):
-            self.unequal.append(name)
-        if not gradient.isfinite().all():
-            self.infinite.append(name)
-
-    def missing(self) -> list[str]:
-        return [name for name in self.expected if name not in self.seen]
-
-
-def same(outputs: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(outputs) == len(expected) and all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
-
-
-def some(names: Iterable[str], most: int = 4) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def layers_of(model: nn.Module) -> list[str]:
-    """Convolutions, linears and normalisations: torch's, and what is called so and has a weight."""
-
-    def is_layer(module: nn.Module) -> bool:
-        named = re.search("Conv|Linear|Norm", type(module).__name__) and module._parameters.get("weight") is not None
-        return isinstance(module, TORCH_LAYERS) or bool(named)
-
-    return [name for name, module in model.named_modules() if is_layer(module)]
-
-
-class Watch:
-    """Looks on at a forward: which layers ran, and which of those let something large be saved outside a policy.
-
-    A layer of the original that runs in place of its copy is outside of all of them.
-    """
-
-    def __init__(self, model: nn.Module, original: nn.Module) -> None:
-        self.names = {id(module): name for name, module in model.named_modules()}
-        self.originals = {id(module): name for name, module in original.named_modules() if id(module) not in self.names}
-        self.own = {storage_of(x) for x in (*model.parameters(), *model.buffers())}
-        self.layers = set(layers_of(model))
-        self.path: list[str] = []
-        self.ran: set[str] = set()
-        self.outside: Counter[str] = Counter()
-
-    def __enter__(self) -> Watch:
-        self.hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-        self.before, state.observer = state.observer, self._saved
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        state.observer = self.before
-        for hook in self.hooks:
-            hook.remove()
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        original = self.originals.get(id(module))
-        self.path.append(self.names.get(id(module), original or ""))
-        self.ran |= {self.path[-1]} & self.layers
-        if original is not None:
-            self.outside.update({original} & self.layers)
-
-    def _leave(self, *_: Any) -> None:
-        self.path.pop()
-
-    def _saved(self, policy: Any, x: Tensor, _: Any) -> None:
-        if not policy.handles and x.nbytes > SMALL_BYTES and storage_of(x) not in self.own:
-            self.outside.update(self.layers.intersection(self.path))
-
-
-def unhandled(explanation: Explanation) -> str:
-    """The operations that keep most of what is not handled: their bytes, and the line of the largest tensor."""
-    total: Counter[str] = Counter()
-    where: dict[str, tuple[int, str]] = {}
-    for row in explanation.rows:
-        if not row.handled:
-            who = row.reason.partition(" needs it")[0] if " needs it" in row.reason else row.operation
-            total[who] += row.dense_bytes
-            place = f"{row.layer or 'no layer'} {row.source}".strip()
-            where[who] = max(where.get(who, (0, "")), (row.dense_bytes, place))
-    share = max(explanation.dense_bytes, 1)
-    return "; ".join(
-        f"{who} {size / MIB:.2f} MiB = {100 * size / share:.1f} % ({where[who][1]})"
-        for who, size in total.most_common(4)
-        if size > 0.001 * share
-    )
-
-
-def check(case: Case) -> Result:
-    """Everything about one model. What fails is in the notes, and what comes after it has no number."""
-    result, start = Result(case.suite, case.name), time.perf_counter()
-    stage = "eager"
-    try:
-        with quiet():
-            for stage in _stages(case, result):  # noqa: B007
-                pass
-    except Exception as error:  # whatever a model does, the others are looked at too
-        line = (str(error).splitlines() or [""])[0][:200]
-        result.put("transforms", 0, f"{stage}: {type(error).__name__}: {line}")
-    gc.collect()
-    result.put(LAST, time.perf_counter() - start)
-    return result
-
-
-def _stages(case: Case, result: Result) -> Iterator[str]:
-    """Runs the steps one by one; yields what comes next."""
-    seed()
-    built = case.build()
-    model = built.model.train()
-    buffers = {name: x.detach().clone() for name, x in model.named_buffers()}
-
-    def restore(model: nn.Module) -> None:
-        for name, x in model.named_buffers():
-            x.data.copy_(buffers[name])
-
-    expected: dict[str, Tensor] = {}
-    first = step(built, expected.__setitem__)
-    restore(model)
-    gradients = Gradients(expected)
-    again = step(built, gradients)
-    steady = same([*again.outputs, again.loss], [*first.outputs, first.loss]) and not gradients.unequal
-    result.put("deterministic", steady, "" if steady else "eager itself differs from run to run")
-    result.put("eager", first.retained)
-    restore(model)
-
-    yield "transform"
-    transformed = surgeon_fx.transform(model)
-    built = built._replace(model=transformed)
-    layers, table = layers_of(model), surgeon_fx.ratios(transformed)
-
-    yield "ratio 0"
-    gradients = Gradients(expected)
-    exact = step(built, gradients)
-    result.put("transforms", 1)
-    result.put("forward_equal", same(exact.outputs, first.outputs))
-    wrong = [*gradients.unequal, *gradients.missing()]
-    equal = not wrong and torch.equal(exact.loss, first.loss)
-    result.put("gradients_equal", equal, f"unequal: {some(wrong)}" if wrong else "")
-    result.put("exact", exact.retained)
-    restore(transformed)
-
-    yield f"ratio {RATIO}"
-    table.fill(RATIO)
-    gradients = Gradients(expected)
-    with Watch(transformed, model) as watch:
-        pruned = step(built, gradients)
-    result.put("pruned_forward_equal", same(pruned.outputs, first.outputs))
-    lost = [*gradients.infinite, *gradients.missing()]
-    result.put("pruned_finite", not lost, f"not finite at {RATIO}: {some(lost)}" if lost else "")
-    result.put("pruned", pruned.retained)
-    result.put("layers", len(layers))
-    missing = [name for name in layers if name not in table]
-    kinds = sorted({type(model.get_submodule(name)).__name__ for name in missing})
-    result.put("layers_in_table", len(layers) - len(missing), f"no ratio: {some(kinds)}" if missing else "")
-    bare = [f"{name} ({type(model.get_submodule(name)).__name__})" for name in layers if name in watch.outside]
-    result.put("layers_run", len(watch.ran))
-    result.put("layers_under_policy", len(watch.ran) - len(bare), f"outside a policy: {some(bare)}" if bare else "")
-    restore(transformed)
-    expected.clear()
-    gc.collect()
-
-    yield "explain"
-    seed()
-    explanation = surgeon_fx.explain(transformed, *fresh_inputs(built), **built.options)
-    result.put("handled", explanation.handled_share, unhandled(explanation))
-
-
-# All models
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.close()
+            self.process = None
 
 
 def report(results: list[Result]) -> str:
     def line(r: Result) -> dict[str, str]:
-        def shown(text: str, *metrics: str, by: float = 1) -> str:
-            there = all(metric in r.values for metric in metrics)
-            return text.format(*(r.values[metric] / by for metric in metrics)) if there else "-"
+        def shown(text: str, metric: str, by: float = 1) -> str:
+            return text.format(r.values[metric] / by) if metric in r.values else "-"
 
         def word(metric: str) -> str:
             return "-" if metric not in r.values else "yes" if r.is_true(metric) else "NO"
 
         eager = max(r.values.get("eager", 0), 1)
         return {
-            "model": f"{r.suite}:{r.model}",
+            "model": r.name,
             "forward": word("forward_equal"),
             "gradients": word("gradients_equal"),
             f"forward {RATIO}": word("pruned_forward_equal"),
             "finite": word("pruned_finite"),
-            "in table": shown("{:.0f}/{:.0f}", "layers_in_table", "layers"),
-            "by policy": shown("{:.0f}/{:.0f}", "layers_under_policy", "layers_run"),
-            "eager MiB": shown("{:.1f}", "eager", by=MIB),
-            "exact/eager": shown("{:.3f}", "exact", by=eager),
-            f"{RATIO}/eager": shown("{:.3f}", "pruned", by=eager),
+            "graphs": shown("{:.0f}", "graphs"),
+            "breaks": shown("{:.0f}", "breaks"),
+            "in graphs": shown("{:.3f}", "share"),
+            "eager MiB": shown("{:.1f}", "eager", MIB),
+            "0/eager": shown("{:.3f}", "exact", eager),
+            f"{RATIO}/eager": shown("{:.3f}", "pruned", eager),
             "handled": shown("{:.3f}", "handled"),
+            "first call s": shown("{:.1f}", "first_call"),
             "note": r.note()[:100],
         }
 
     table = tabulate([line(r) for r in results], headers="keys", disable_numparse=True)
-    return "\n".join([table, "", *summary(results)])
+    return "\n".join([table, "", *exceptions(results), summary(results)])
 
 
-def summary(results: list[Result]) -> list[str]:
+def exceptions(results: list[Result]) -> list[str]:
     """How many of how many, and every exception by name."""
     done = [r for r in results if r.is_true("transforms")]
     lines = [f"{len(done)} of {len(results)} models transform and run"]
-    lines += [f"  {r.suite}:{r.model}: {r.notes['transforms']}" for r in results if r not in done]
+    lines += [f"  {r.name}: {r.notes['transforms']}" for r in results if r not in done]
 
-    def count(what: str, held: Callable[[Result], bool], why: Callable[[Result], str]) -> None:
-        failed = [r for r in done if not held(r)]
+    def count(what: str, holds: Callable[[Result], bool], why: Callable[[Result], str]) -> None:
+        failed = [r for r in done if not holds(r)]
         lines.append(f"{len(done) - len(failed)} of {len(done)}: {what}")
-        lines.extend(f"  {r.suite}:{r.model}: {why(r)}".rstrip(": ") for r in failed)
+        lines.extend(f"  {r.name}: {why(r)}".rstrip(": ") for r in failed)
 
     count("forward equal to the bit at ratio 0", lambda r: r.is_true("forward_equal"), Result.note)
     count("loss and every gradient equal to the bit at ratio 0", lambda r: r.is_true("gradients_equal"), Result.note)
     count(f"forward equal at {RATIO}", lambda r: r.is_true("pruned_forward_equal"), Result.note)
     count(f"backward finite at {RATIO}", lambda r: r.is_true("pruned_finite"), Result.note)
-    count("all layers in the ratio table and under a policy", Result.all_layers, Result.note)
     count(
-        f"exact tier within {EXACT_LIMIT} of eager's bytes",
+        "all convolutions, linears and norms ran as rewritten nodes",
+        lambda r: r.is_true("share"),
+        lambda r: f"{r.values.get('share', 0):.3f}: {r.notes.get('share', '')}; {r.notes.get('breaks', '')}",
+    )
+    count(
+        f"held at 0 within {EXACT_LIMIT} of eager's bytes",
         lambda r: r.over_eager("exact") <= EXACT_LIMIT,
         lambda r: f"{r.over_eager('exact'):.3f}",
     )
-    count(
-        f"at least {HANDLED_GOAL:.0%} of the bytes handled",
-        lambda r: r.values.get("handled", 0) >= HANDLED_GOAL,
-        lambda r: f"{r.values.get('handled', 0):.3f}: {r.notes.get('handled', '')}",
-    )
-    if done:
-        worst = max(done, key=lambda r: r.over_eager("exact"))
-        handled, held = ([r.values.get("handled", 0) for r in done], [r.over_eager("pruned") for r in done])
-        lines.append(f"median share of retained bytes handled: {median(handled):.3f}, smallest {min(handled):.3f}")
-        lines.append(f"bytes at {RATIO} over eager's: median {median(held):.3f}, largest {max(held):.3f}")
-        lines.append(f"exact tier over eager's: largest {worst.over_eager('exact'):.3f} ({worst.suite}:{worst.model})")
     return lines
+
+
+def summary(results: list[Result]) -> str:
+    done = [r for r in results if r.is_true("transforms")]
+    if not done:
+        return f"0 of {len(results)} transform"
+
+    def is_equal(r: Result) -> bool:
+        steady = r.is_true("deterministic")  # if eager is not, nothing can be compared
+        return not steady or all(map(r.is_true, ("forward_equal", "gradients_equal", "pruned_forward_equal")))
+
+    shares, held = ([r.values["share"] for r in done], [r.over_eager("pruned") for r in done])
+    return (
+        f"{len(done)} of {len(results)} transform, {sum(map(is_equal, done))} equal eager where eager equals itself; "
+        f"in graphs: median {median(shares):.2f}, {sum(share == 1 for share in shares)} at 1.00; "
+        f"held at {RATIO}: median {median(held):.3f}, largest {max(held):.3f}"
+    )
+
+
+def comparison(results: list[Result], earlier: list[Result]) -> list[str]:
+    """The models that hold more at 0.9 than they did, the largest growth first."""
+    before = {r.name: r for r in earlier if "pruned" in r.values}
+    both = [(r, before[r.name]) for r in results if r.name in before and "pruned" in r.values]
+    more = [(r, old) for r, old in both if r.values["pruned"] > old.values["pruned"]]
+    more.sort(key=lambda pair: pair[0].over_eager("pruned") - pair[1].over_eager("pruned"), reverse=True)
+    lines = [
+        f"  {r.name}: {old.over_eager('pruned'):.4f} -> {r.over_eager('pruned'):.4f} of eager's bytes, "
+        f"{r.values['pruned'] - old.values['pruned']:+.0f} bytes"
+        for r, old in more
+    ]
+    return [f"{len(more)} of {len(both)} models in both hold more at {RATIO} than earlier", *lines]
 
 
 def main() -> int:
@@ -425,7 +223,11 @@ def main() -> int:
     parser.add_argument("--only", help="models whose name contains this")
     parser.add_argument("--json", type=Path, default=RESULTS / "coverage.jsonl")
     parser.add_argument("--resume", action="store_true", help="go on with the models that --json does not hold yet")
+    parser.add_argument("--against", type=Path, help="an earlier --json: which models hold more than they did?")
+    parser.add_argument("--limit", type=float, default=900, help="seconds that one model may take")
     arguments = parser.parse_args()
+    if arguments.against is not None and not arguments.against.exists():
+        parser.error(f"--against {arguments.against}: no such file")
     suites = list(SUITES) if arguments.suite == "all" else [arguments.suite]
     cases = quick_models(*suites) if arguments.quick else [case for suite in suites for case in SUITES[suite]()]
     cases = [case for case in cases if not arguments.only or arguments.only in case.name]
@@ -434,15 +236,20 @@ def main() -> int:
     left = [case for case in cases if (case.suite, case.name) not in done]
     where = environment(torch.device("cpu"))
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    checks = Checks(arguments.limit)
     with arguments.json.open("w") as file, contextlib.suppress(KeyboardInterrupt):  # what is done is reported
         file.writelines(row.to_json() + "\n" for row in rows)
         for case in (bar := tqdm(left, unit="model", file=sys.stderr)):
             bar.set_description(f"{case.suite}:{case.name}")
-            found = check(case).rows(where)
+            found = checks(case.suite, case.name).rows(where)
             file.writelines(row.to_json() + "\n" for row in found)
             file.flush()
             rows += found
-    print(report(results_of(rows)))
+    checks.close()
+    results = results_of(rows)
+    print(report(results))
+    if arguments.against is not None:
+        print("\n".join(comparison(results, results_of(finished_rows(arguments.against)))))
     return 0
 
 

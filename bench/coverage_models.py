@@ -206,4 +206,8 @@ def quick_models(*suites: str) -> list[Case]:
     return [case for case in found if case.name in QUICK[case.suite]]
 
 
-# One model
+def find_case(suite: str, name: str) -> Case:
+    """The model of that name; timm's without the search."""
+    if suite == "timm":
+        return Case(suite, name, partial(build_timm, name))
+    return next(case for case in SUITES[suite]() if case.name == name)

@@ -13,7 +13,7 @@ def rewrite_saves_pass(gm: fx.GraphModule) -> PassResult:
     changed = False
     for node in gm.graph.nodes:
         saving = saving_of(node)
-        if saving is None or saving.rule == "exact" or (rule := rule_for(node.target)) is None:
+        if saving is None or (rule := rule_for(node.target)) is None:
             continue
         node.op, node.target = "call_function", rule.op
         node.args = (saving.key, *node.args)

@@ -23,7 +23,7 @@ REASONS = {"attention": "attention keeps q, k, v and its output"}
 
 @dataclass(frozen=True)
 class Saving:
-    """What is known of a node that saves: `rule` is a family of the registry, or "exact" for what no rule takes."""
+    """What is known of a node that saves: `rule` is a family of the registry, or "exact" for what stays as it is."""
 
     rule: str
     layer: str  # its name in the ratio table; empty if there is none upstream
@@ -51,7 +51,7 @@ def tag_saves_pass(gm: fx.GraphModule, layers: Layers) -> PassResult:
         if node.op not in ("call_function", "call_method"):
             continue
         rule = rule_for(node.target, node.kwargs)
-        if rule is None:
+        if rule is None or rule.family == "exact":
             if (reason := _keeps_exactly(node)) is not None:
                 key = _layer_of(node, layers)
                 changed |= _tag(node, Saving("exact", _name(key), key, reason))
@@ -178,6 +178,8 @@ EXACT = {
     "reciprocal": "a reciprocal keeps its output",
     "log": "a logarithm keeps its input",
     "abs": "an absolute value keeps its input",
+    "amax": "a maximum keeps its input",
+    "amin": "a minimum keeps its input",
     "prod": "a product keeps its factors",
     "std": "a deviation keeps its input",
     "var": "a variance keeps its input",

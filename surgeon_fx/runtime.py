@@ -129,9 +129,9 @@ class Forward:
         return {**self.__dict__, "compiled": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            if self.module is self.rewrite.module and torch.is_grad_enabled() and not torch.compiler.is_exporting():
-                with self.rewrite.compiler_mode():  # somebody else's compiler
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_compiling():
+            if self._is_compiled_by_others():
+                with self.rewrite.compiler_mode():
                     return self.native(self.module, *args, **kwargs)
             return self.native(self.module, *args, **kwargs)
         if not torch.is_grad_enabled() or current_interpreter() is not None or _transforms_active():
@@ -142,6 +142,11 @@ class Forward:
             allocator.trim()
         allocator.trim_after_backward(result)
         return result
+
+    def _is_compiled_by_others(self) -> bool:
+        """While ours captures, a model is told that nobody compiles: see `passes.prepare_dynamo.py`."""
+        compiles = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        return compiles and self.module is self.rewrite.module and torch.is_grad_enabled()
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         with self.rewrite.interpreter():
@@ -154,6 +159,9 @@ class Forward:
                 return self.compiled(self.module, *args, **kwargs)
 
     def _compile(self) -> Callable[..., Any]:
+        from surgeon_fx.passes.prepare_dynamo import prepare_dynamo  # which imports Dynamo
+
+        prepare_dynamo(Backend)
         native = self.native
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +193,7 @@ class Named:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.module).forward
-        if torch.compiler.is_compiling() or (interpreter := current_interpreter()) is None:
+        if torch.compiler.is_dynamo_compiling() or (interpreter := current_interpreter()) is None:
             return forward(self.module, *args, **kwargs)
         before, interpreter.layer = interpreter.layer, self.rewrite.slots.key(self.name)
         try:

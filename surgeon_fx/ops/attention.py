@@ -21,10 +21,14 @@ OUT_PROJECTION = 11  # the place of its weight among the arguments
 def scaled_dot_product_attention(
     layer: str, /, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """No map is kept. Whoever prunes one of the four tensors that are kept shares it instead."""
+    """No map is kept. Whoever prunes one of the four tensors that are kept shares it instead.
+
+    Where torch has no kernel (a mask that needs a gradient), it writes attention out, over scaled copies of q and k.
+    """
     output = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-    if output.grad_fn is not None and "ScaledDotProduct" in output.grad_fn.name():  # else torch wrote it out
-        remember_exact(find_slot(layer, query), output.grad_fn, [query, key, value, output])
+    if output.grad_fn is not None:
+        fused = "ScaledDotProduct" in output.grad_fn.name()
+        remember_exact(find_slot(layer, query), output.grad_fn, [query, key, value, output] if fused else [value])
     return output
 
 

@@ -34,27 +34,33 @@ class Interpreter(TorchFunctionMode):
         self.key, self.owner, self.took_over = key, owner, took_over
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
-        kwargs = kwargs or {}
+        return self._call(func, args, kwargs or {})
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         rule = rule_for(func, kwargs)
         if rule is None or is_checkpointed():  # where backward runs it again, no interpreter is on: native, both times
             return func(*args, **kwargs)
-        key = self._key_of(rule, args, kwargs)
+        parameters = self._parameters_of(rule, args, kwargs)
+        key = self._key_of(parameters)
         if key is None:
             return func(*args, **kwargs)
-        if self.took_over is not None:
+        if self.took_over is not None and (parameters or rule.family != "linear"):  # a product of activations is native
             self.took_over(func)
         return rule.op(key, *args, **kwargs)
 
-    def _key_of(self, rule: Rule, args: Any, kwargs: Any) -> str | None:
-        for weight in rule.weights_among(args, kwargs):
-            if isinstance(weight, Tensor) and (parameter := parameter_behind(weight)) is not None:
-                key = self.owner(parameter)
-                if key is None or key != self.key:
-                    return key
+    def _parameters_of(self, rule: Rule, args: Any, kwargs: Any) -> list[Tensor]:
+        weights = [x for x in rule.weights_among(args, kwargs) if isinstance(x, Tensor)]
+        return [x for weight in weights if (x := parameter_behind(weight)) is not None]
+
+    def _key_of(self, parameters: list[Tensor]) -> str | None:
+        for parameter in parameters:
+            key = self.owner(parameter)
+            if key is None or key != self.key:
+                return key
         return self.layer or self.key
 
 
@@ -99,3 +105,4 @@ def paused() -> Iterator[None]:
     else:  # somebody else's is on top
         with torch._C.DisableTorchFunction():
             yield
+

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgeon_fx.kernels.layout import FLOAT_BITS
 from surgeon_fx.ops.common import is_parameter, needs_graph, reduce_to, run_exactly
-from surgeon_fx.ops.keep import Kept, can_prune, restored, save
+from surgeon_fx.ops.keep import SMALL_BYTES, Kept, can_prune, restored, save
 from surgeon_fx.ops.relu import clamp_min
 from surgeon_fx.ops.slots import Slot, find_slot, mark
 
@@ -46,7 +46,7 @@ class Multiply(torch.autograd.Function):
                 ctx.kept_as.append(("exact", len(exact)))
                 exact.append(x.detach())
         save(ctx, kept, *exact)
-        return native()
+        return native(a, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -65,27 +65,37 @@ class Multiply(torch.autograd.Function):
         )
 
 
-def _multiply(key: str, base: Tensor | None, a: Any, b: Any, native: Callable[[], Tensor], value: float = 1) -> Tensor:
+def _apart(x: Tensor, other: Tensor) -> Tensor:
+    """A small operand that is part of something larger is copied, so that the larger can go."""
+    small = not is_parameter(x) and (not _prunable(x, other) or x.nbytes <= SMALL_BYTES)
+    return x.clone() if small and x.untyped_storage().nbytes() > 2 * max(x.nbytes, SMALL_BYTES) else x
+
+
+def _multiply(
+    key: str, base: Tensor | None, a: Any, b: Any, native: Callable[[Any, Any], Tensor], value: float = 1
+) -> Tensor:
     tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
     if not tensors or not needs_graph(base, a, b) or a.dtype != b.dtype or a.dtype not in FLOAT_BITS:
-        return native()
+        return native(a, b)
     slot = find_slot(key, a if a.requires_grad or not b.requires_grad else b)
+    if slot.ratio > 0:
+        a, b = _apart(a, b) if b.requires_grad else a, _apart(b, a) if a.requires_grad else b
     pruned = [
         x for x, other in ((a, b), (b, a)) if other.requires_grad and _prunable(x, other) and can_prune(x, slot.ratio)
     ]
     if not pruned:
         kept = [x for x, other in ((a, b), (b, a)) if other.requires_grad and _prunable(x, other)]
-        return run_exactly(slot, native, kept)
+        return run_exactly(slot, native, kept, a, b)
     return mark(Multiply.apply(slot, slot.ratio, base, a, b, native, value), slot)
 
 
 def mul(key: str, input: Any, other: Any) -> Tensor:
-    return _multiply(key, None, input, other, lambda: torch.mul(input, other))
+    return _multiply(key, None, input, other, torch.mul)
 
 
 def addcmul(key: str, input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1) -> Tensor:
-    def native() -> Tensor:
-        return torch.addcmul(input, tensor1, tensor2, value=value)
+    def native(a: Tensor, b: Tensor) -> Tensor:
+        return torch.addcmul(input, a, b, value=value)
 
     return _multiply(key, input, tensor1, tensor2, native, value)
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon_fx.ops import attention, conv, dropout, linear, norm, pool, product, relu, smooth
+from surgeon_fx.ops import attention, conv, dropout, exact, linear, norm, pool, product, relu, smooth
 
 Function = Callable[..., Any]
 
@@ -69,6 +69,7 @@ RULES: dict[Function, Rule] = {
     **_rows("product", product, "normalize", (), F),
     **_rows("attention", attention, "scaled_dot_product_attention", (), F),
     **_rows("attention", attention, "multi_head_attention_forward", ((5, "in_proj_weight"), (20, "q_proj_weight")), F),
+    **_rows("exact", exact, "softmax log_softmax sqrt rsqrt reciprocal log abs std var amax amin"),
     **_rows("pool", pool, "max_pool1d max_pool2d max_pool3d", (), F),
     **_rows("pool", pool, "max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices", (), F),
     **_rows("pool", pool, "avg_pool1d avg_pool2d avg_pool3d", (), F),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgeon_fx.kernels import pack_bits, pack_sign, unpack_value
 from surgeon_fx.kernels.layout import FLOAT_BITS, densify
-from surgeon_fx.ops.common import needs_graph
+from surgeon_fx.ops.common import needs_graph, remember_exact
 from surgeon_fx.ops.slots import Slot, find_slot, mark, note
 
 Pass = Callable[[Tensor], Tensor]  # from the input or the output to bits: where the gradient passes
@@ -115,8 +115,13 @@ def _between(low: float, high: float, at_low: bool = False, at_high: bool = Fals
 
 
 def clamp(key: str, input: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    if isinstance(min, Tensor) or isinstance(max, Tensor) or (min is None and max is None):
+    if min is None and max is None:
         return torch.clamp(input, min, max)
+    if isinstance(min, Tensor) or isinstance(max, Tensor):  # half of the gradient passes at them: no bit
+        output = torch.clamp(input, min, max)
+        if output.grad_fn is not None:
+            remember_exact(find_slot(key, input), output.grad_fn, [input])
+        return output
     at_low, at_high, at_nan = CLAMP_PASSES[min is not None, max is not None]
     low, high = -math.inf if min is None else min, math.inf if max is None else max
     return _run(key, input, lambda x: torch.clamp(x, min, max), _between(low, high, at_low, at_high, at_nan), True)
