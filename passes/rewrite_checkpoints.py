@@ -28,12 +28,10 @@ def rewrite_checkpoints_pass(
         body_node, *outside = node.args
         body = gm.get_submodule(str(body_node.target))
         inside = [one for one in body.graph.nodes if one.op == "placeholder"]
-        known = {
-            one: layers.parameters[given]
-            for one, given in zip(inside, outside, strict=True)
-            if isinstance(given, fx.Node) and given in layers.parameters
-        }
-        rewrite_body(body, replace(layers, parameters=known))
+        pairs = [pair for pair in zip(inside, outside, strict=True) if isinstance(pair[1], fx.Node)]
+        parameters = {one: layers.parameters[given] for one, given in pairs if given in layers.parameters}
+        buffers = {one for one, given in pairs if given in layers.buffers}
+        rewrite_body(body, replace(layers, parameters=parameters, buffers=buffers))
         node.target = run_checkpointed
         changed = True
     return PassResult(gm, changed)
