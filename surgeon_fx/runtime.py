@@ -119,6 +119,10 @@ class Forward:
         return inspect.signature(MethodType(self.native, self.module))
 
     @property
+    def __code__(self) -> types.CodeType:
+        return self.native.__code__  # which `torch.export` asks for
+
+    @property
     def native(self) -> Callable[..., Any]:
         return self.own or type(self.module).forward
 
