@@ -130,7 +130,7 @@ class Forward:
         return {**self.__dict__, "compiled": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             return self.native(self.module, *args, **kwargs)
         if not torch.is_grad_enabled() or current_interpreter() is not None or _transforms_active():
             return self.native(self.module, *args, **kwargs)
@@ -175,7 +175,7 @@ class Named:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.module).forward
-        if torch.compiler.is_compiling() or (interpreter := current_interpreter()) is None:
+        if torch.compiler.is_dynamo_compiling() or (interpreter := current_interpreter()) is None:
             return forward(self.module, *args, **kwargs)
         before, interpreter.layer = interpreter.layer, self.rewrite.slots.key(self.name)
         try:
