@@ -49,15 +49,8 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         rewrite = self.rewrite
-        owner = rewrite.owners()
-        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        parameters = {
-            node: owner(x)
-            for node, x in zip(placeholders, example_inputs, strict=False)
-            if isinstance(x, torch.nn.Parameter)
-        }
         _forget_our_frames(gm)
-        counts = run_passes(gm, Layers(parameters, rewrite.layer_ids(), rewrite.slots.key("")), rewrite.config)
+        counts = run_passes(gm, layers_of(gm, example_inputs, rewrite), rewrite.config)
         capture = Capture(gm, counts, _break(gm))
         rewrite.captures.append(capture)
         run = gm.forward
@@ -72,6 +65,16 @@ class Backend:
                 return WatchedGraph(gm, rewrite.watcher, layers).run(*args)
 
         return call
+
+
+def layers_of(gm: fx.GraphModule, example_inputs: Sequence[Any], rewrite: Rewrite) -> Layers:
+    """What the passes need to know: which inputs of a graph are parameters, and whose, or buffers."""
+    owner, own_buffers = rewrite.owners(), {id(x) for x in rewrite.module.buffers()}
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    given = list(zip(placeholders, example_inputs, strict=False))
+    parameters = {node: owner(x) for node, x in given if isinstance(x, torch.nn.Parameter)}
+    buffers = frozenset(node for node, x in given if id(x) in own_buffers)
+    return Layers(parameters, buffers, rewrite.layer_ids(), rewrite.slots.key(""))
 
 
 def _forget_our_frames(gm: fx.GraphModule) -> None:

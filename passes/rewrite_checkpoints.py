@@ -28,17 +28,27 @@ def rewrite_checkpoints_pass(
         body_node, *outside = node.args
         body = gm.get_submodule(str(body_node.target))
         inside = [one for one in body.graph.nodes if one.op == "placeholder"]
-        known = {
-            one: layers.parameters[given]
-            for one, given in zip(inside, outside, strict=True)
-            if isinstance(given, fx.Node) and given in layers.parameters
-        }
-        rewrite_body(body, replace(layers, parameters=known))
-        node.target = run_checkpointed
+        pairs = [pair for pair in zip(inside, outside, strict=True) if isinstance(pair[1], fx.Node)]
+        parameters = {one: layers.parameters[given] for one, given in pairs if given in layers.parameters}
+        buffers = {one for one, given in pairs if given in layers.buffers}
+        rewrite_body(body, replace(layers, parameters=parameters, buffers=buffers))
+        own = tuple(i for i, given in enumerate(outside) if given in layers.parameters or given in layers.buffers)
+        node.target, node.args = run_checkpointed, (body_node, own, *outside)
         changed = True
     return PassResult(gm, changed)
 
 
-def run_checkpointed(body: fx.GraphModule, *args: Any, **options: Any) -> Any:
-    """What the region was before it was captured."""
-    return checkpoint(body, *args, **{**options, "use_reentrant": False})
+def run_checkpointed(body: fx.GraphModule, own: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """What the region was before it was captured.
+
+    Arguments that are the model's own, at the places `own`, are not the region's inputs: a batch norm counts its batches
+    in one of them.
+    """
+    fixed = {i: args[i] for i in own}
+
+    def region(*inputs: Any) -> Any:
+        given = iter(inputs)
+        return body(*(fixed[i] if i in fixed else next(given) for i in range(len(args))))
+
+    inputs = (x for i, x in enumerate(args) if i not in fixed)
+    return checkpoint(region, *inputs, **{**options, "use_reentrant": False})

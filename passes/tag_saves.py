@@ -7,7 +7,7 @@ nearest one upstream, along first inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,12 @@ class Layers:
     """What a graph needs to be told of the model it was captured from."""
 
     parameters: Mapping[fx.Node, str | None]  # placeholders that hold one: the key of its layer, None if it stays native
+    buffers: Set[fx.Node]  # placeholders that hold a buffer
     modules: Mapping[str, str]  # the identity of a layer's module, as Dynamo writes it down: its key
     none: str  # the key that stands for no layer
 
 
 def tag_saves_pass(gm: fx.GraphModule, layers: Layers) -> PassResult:
-    parameters = layers.parameters
     changed = False
     for node in gm.graph.nodes:
         if node.op not in ("call_function", "call_method"):
@@ -58,11 +58,11 @@ def tag_saves_pass(gm: fx.GraphModule, layers: Layers) -> PassResult:
             continue
         if rule.family == "product" and len(_tensors(node)) < 2 and _is_arithmetic(node):
             continue  # by a number: nothing is saved
-        owned = _owner(node, rule, parameters)
+        owned = _owner(node, rule, layers)
         if owned is None:
             continue  # filtered out
         key = owned or _layer_of(node, layers)
-        if rule.family == "linear" and not owned and not _parameters_behind(node.all_input_nodes, parameters):
+        if rule.family == "linear" and not owned and not _parameters_behind(node.all_input_nodes, layers):
             saving = Saving(TWO_ACTIVATIONS, _name(key), key, "a product of two activations needs both")
         else:
             saving = Saving(rule.family, _name(key), key, REASONS.get(rule.family, ""))
@@ -91,22 +91,21 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
     return [x for x in given if isinstance(x, fx.Node) and isinstance(x.meta.get("example_value"), Tensor)]
 
 
-def _owner(node: fx.Node, rule: Rule, parameters: Mapping[fx.Node, str | None]) -> str | None:
+def _owner(node: fx.Node, rule: Rule, layers: Layers) -> str | None:
     """The key of the layer that owns a weight of the node; empty if there is no weight, None if it stays native."""
     args = list(node.args)
     if args and isinstance(args[-1], (list, tuple)) and rule.op.__name__ == "einsum":
         args = [*args[:-1], *args[-1]]
     for weight in rule.weights_among(args, node.kwargs):
         if isinstance(weight, fx.Node):
-            behind = _parameters_behind([weight], parameters)
-            for placeholder in behind:
-                key = parameters[placeholder]
+            for placeholder in _parameters_behind([weight], layers):
+                key = layers.parameters[placeholder]
                 if key is None or _name(key):
                     return key
     return ""
 
 
-def _parameters_behind(nodes: list[fx.Node], parameters: Mapping[fx.Node, str | None]) -> list[fx.Node]:
+def _parameters_behind(nodes: list[fx.Node], layers: Layers) -> list[fx.Node]:
     """Parameters that one of the nodes is, or was computed from without any activation."""
     for node in nodes:
         found: list[fx.Node] = []
@@ -116,18 +115,14 @@ def _parameters_behind(nodes: list[fx.Node], parameters: Mapping[fx.Node, str | 
             if one in seen:
                 continue
             seen.add(one)
-            if one in parameters:
+            if one in layers.parameters:
                 found.append(one)
             elif one.op == "placeholder":
-                pure = not isinstance(one.meta.get("example_value"), Tensor) or _is_constant(one)
+                pure = one in layers.buffers or not isinstance(one.meta.get("example_value"), Tensor)
             ahead.extend(reversed(one.all_input_nodes))
         if pure and found:
             return found
     return []
-
-
-def _is_constant(node: fx.Node) -> bool:
-    return not node.meta["example_value"].requires_grad
 
 
 def _layer_of(node: fx.Node, layers: Layers) -> str:

@@ -122,6 +122,10 @@ class Forward:
         return inspect.signature(MethodType(self.native, self.module))
 
     @property
+    def __code__(self) -> types.CodeType:
+        return self.native.__code__  # which `torch.export` asks for
+
+    @property
     def native(self) -> Callable[..., Any]:
         return self.own or type(self.module).forward
 
@@ -129,7 +133,7 @@ class Forward:
         return {**self.__dict__, "compiled": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             if self._is_compiled_by_others():
                 with self.rewrite.compiler_mode():
                     return self.native(self.module, *args, **kwargs)

@@ -34,7 +34,7 @@ class Interpreter(TorchFunctionMode):
         self.key, self.owner, self.took_over = key, owner, took_over
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():  # of this frame; is_compiling tells of other threads too
             return func(*args, **(kwargs or {}))
         return self._call(func, args, kwargs or {})
 
