@@ -15,10 +15,10 @@ from torch.fx.passes.infra.pass_base import PassResult
 # Functions by name, whether they are called as functions, as methods or through an operator, and their arguments.
 MATMULS = {"matmul": ("input", "other"), "bmm": ("input", "mat2")}
 SOFTMAXES = {"softmax": ("input", "dim", "_stacklevel", "dtype")}
-ADDS = {name: ("input", "other") for name in ("add", "add_", "iadd")}
-PRODUCTS = {name: ("input", "other") for name in ("mul", "mul_", "imul")}
-QUOTIENTS = {name: ("input", "other") for name in ("div", "div_", "truediv", "itruediv")}
-CASTS = {name: ("input",) for name in ("to", "type_as", "float", "contiguous")}
+ADDS = dict.fromkeys(("add", "add_", "iadd"), ("input", "other"))
+PRODUCTS = dict.fromkeys(("mul", "mul_", "imul"), ("input", "other"))
+QUOTIENTS = dict.fromkeys(("div", "div_", "truediv", "itruediv"), ("input", "other"))
+CASTS = dict.fromkeys(("to", "type_as", "float", "contiguous"), ("input",))
 DROPOUTS = {"dropout": ("input", "p", "training", "inplace")}
 
 

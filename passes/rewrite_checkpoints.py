@@ -1,4 +1,4 @@
-"""Checkpointed regions: Dynamo leaves a mark for compilers that recompute by themselves; here they are run as eager does.
+"""Checkpointed regions: Dynamo leaves a mark for compilers that recompute by themselves; here they run as in eager.
 
 The body of a region is a graph of its own and is rewritten like any other: in the first forward autograd drops what it
 saves, in backward it runs again.
@@ -41,7 +41,7 @@ def rewrite_checkpoints_pass(
 def run_checkpointed(body: fx.GraphModule, own: tuple[int, ...], *args: Any, **options: Any) -> Any:
     """What the region was before it was captured.
 
-    Arguments that are the model's own, at the places `own`, are not the region's inputs: a batch norm counts its batches
+    Arguments that are the model's own, at the places `own`, are not inputs of the region: a batch norm counts its batches
     in one of them.
     """
     fixed = {i: args[i] for i in own}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
@@ -39,7 +38,9 @@ def saving_of(node: fx.Node) -> Saving | None:
 class Layers:
     """What a graph needs to be told of the model it was captured from."""
 
-    parameters: Mapping[fx.Node, str | None]  # placeholders that hold one: the key of its layer, None if it stays native
+    parameters: Mapping[
+        fx.Node, str | None
+    ]  # placeholders that hold one: the key of its layer, None if it stays native
     buffers: Set[fx.Node]  # placeholders that hold a buffer
     modules: Mapping[str, str]  # the identity of a layer's module, as Dynamo writes it down: its key
     none: str  # the key that stands for no layer
@@ -159,7 +160,7 @@ def _values(node: fx.Node) -> Iterator[Tensor]:
             yield x
 
 
-# Functions that keep an activation as it is, by name, and why. What is not listed keeps nothing that depends on data, or
+# Functions that keep an activation as it is, by name, and why. What is not listed keeps nothing that depends on it, or
 # is asked of autograd by `explain`, which sees every save.
 EXACT = {
     "softmax": "softmax keeps its output",
@@ -184,5 +185,3 @@ EXACT = {
 def _keeps_exactly(node: fx.Node) -> str | None:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return EXACT.get(name) if _requires_grad(node) else None
-
-

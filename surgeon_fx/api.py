@@ -48,9 +48,7 @@ def transform(
     if not chosen:
         warnings.warn("surgeon_fx.transform found nothing to rewrite", NoEffectWarning, stacklevel=2)
     result = copy_structure(model)
-    rewrite = Rewrite(
-        result, {name: result.get_submodule(name) for name in chosen}, set(layers) - set(chosen), config
-    )
+    rewrite = Rewrite(result, {name: result.get_submodule(name) for name in chosen}, set(layers) - set(chosen), config)
     for name, module in rewrite.layers.items():
         if not _has_one_function(module) and "forward" not in module.__dict__:
             module.__dict__["forward"] = Named(module, rewrite, name)
@@ -130,7 +128,9 @@ def transformed_part(model: nn.Module) -> nn.Module:
         if len(found) == 1:
             return found[0][1]
         if found:
-            raise ValueError(f"model holds several transformed ones: pass one of {', '.join(name for name, _ in found)}")
+            raise ValueError(
+                f"model holds several transformed ones: pass one of {', '.join(name for name, _ in found)}"
+            )
     raise ValueError("model is not transformed: call surgeon_fx.transform(model) first")
 
 

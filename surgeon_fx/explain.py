@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.fx import GraphModule
@@ -274,5 +273,3 @@ def _notes(rows: list[Row], transformed: bool) -> list[str]:
     if not transformed:
         notes.append("this is what eager keeps: surgeon_fx.transform(model) keeps less")
     return notes
-
-

@@ -56,7 +56,15 @@ class Rewrite:
         return self.slots.table
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"captures": [], "ran": None, "outside": None, "watcher": None, "plans": {}, "generator": None, "_said": set()}
+        fresh = {
+            "captures": [],
+            "ran": None,
+            "outside": None,
+            "watcher": None,
+            "plans": {},
+            "generator": None,
+            "_said": set(),
+        }
         return {**self.__dict__, **fresh}  # captured again where it is copied or unpacked
 
     def owners(self) -> Callable[[Tensor], str | None]:
@@ -96,7 +104,9 @@ class Rewrite:
         return Interpreter(self.slots.key(""), owner, self._outside if self.config.capture else None)
 
     def compiler_mode(self) -> CompilerMode:
-        return CompilerMode([(module, self.slots.key(name)) for name, module in self.layers.items()], self.slots.key(""))
+        return CompilerMode(
+            [(module, self.slots.key(name)) for name, module in self.layers.items()], self.slots.key("")
+        )
 
     def _outside(self, function: Any) -> None:
         """A call that no graph holds, though graphs were wanted."""
@@ -213,4 +223,3 @@ def _transforms_active() -> bool:
         or torch.autograd.forward_ad._current_level >= 0
         or torch.jit.is_tracing()
     )
-

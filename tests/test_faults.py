@@ -1,4 +1,4 @@
-"""Training follows the model as it is now: attributes, globals, containers, NumPy, side effects; and what models bring."""
+"""Training follows the model as it is now: attributes, globals, containers, NumPy, side effects, what models bring."""
 
 import copy
 import inspect

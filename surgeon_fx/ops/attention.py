@@ -1,7 +1,7 @@
 """Attention: q, k, v and the output stay exact, the projections around them are linear layers.
 
-Reference: the native functions themselves. `F.multi_head_attention_forward` is Python over others, which are substituted
-one by one.
+Reference: the native functions themselves. `F.multi_head_attention_forward` is Python over others, which are
+substituted one by one.
 """
 
 from __future__ import annotations

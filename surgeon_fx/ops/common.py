@@ -14,7 +14,9 @@ from surgeon_fx.ops.slots import Slot, mark, note
 RECORDS = "surgeon_fx_records"  # in the metadata of an autograd node: records of what it keeps exactly
 
 
-def run_exactly(slot: Slot, native: Callable[..., Tensor], activations: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def run_exactly(
+    slot: Slot, native: Callable[..., Tensor], activations: Sequence[Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
     """The native function, whose own autograd node keeps `activations` as they are."""
     output = mark(native(*args, **kwargs), slot)
     if (node := output.grad_fn) is not None:

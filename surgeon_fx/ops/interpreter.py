@@ -105,4 +105,3 @@ def paused() -> Iterator[None]:
     else:  # somebody else's is on top
         with torch._C.DisableTorchFunction():
             yield
-

@@ -49,7 +49,7 @@ _records: weakref.WeakValueDictionary[Key, Record] = weakref.WeakValueDictionary
 
 
 def is_checkpointed() -> bool:
-    """Inside a checkpointed region, on its first run or on the second: both must save the same, whoever else keeps it."""
+    """Inside a checkpointed region, on its first run or its second: both must save the same, whoever else keeps it."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
     return name.startswith(("_checkpoint_hook.", "_recomputation_hook."))

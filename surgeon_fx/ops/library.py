@@ -1,9 +1,9 @@
 """The operations as `torch.library` ops, for compilers that differentiate a graph themselves (AOTAutograd, Inductor).
 
 `pack` makes what is kept of an activation, and the others save it. How much is kept follows the ratio table when `pack`
-runs, so sizes are unknown to the compiler (unbacked) and changing a ratio compiles nothing again. At ratio 0 the activation is copied
-whole: gradients are then equal to rounding, as compilers have it. Where an op is not listed in `COMPILED`, the native
-function runs.
+runs, so sizes are unknown to the compiler (unbacked) and changing a ratio compiles nothing again. At ratio 0 the
+activation is copied whole: gradients are then equal to rounding, as compilers have it. Where a function is not listed in
+`COMPILED`, the native one runs and keeps what it keeps.
 """
 
 from __future__ import annotations
@@ -265,9 +265,7 @@ def _relu_setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.stride = _stride(output[0])
 
 
-relu.register_autograd(
-    lambda ctx, g, _: relu_backward(g, ctx.saved_tensors[0], ctx.stride), setup_context=_relu_setup
-)
+relu.register_autograd(lambda ctx, g, _: relu_backward(g, ctx.saved_tensors[0], ctx.stride), setup_context=_relu_setup)
 
 
 @torch.library.custom_op("surgeon_fx::max_pool2d", mutates_args=())
@@ -438,7 +436,9 @@ def _compiled_layer_norm(
 
 def _compiled_gelu(mode: CompilerMode, native: Any, input: Any, *, approximate: str = "none") -> Tensor:
     key = mode.key_of(None)
-    return native(input, approximate=approximate) if key == mode.none else gelu(input, approximate, *mode.keep(input, key))
+    return (
+        native(input, approximate=approximate) if key == mode.none else gelu(input, approximate, *mode.keep(input, key))
+    )
 
 
 def _compiled_relu(mode: CompilerMode, native: Any, input: Any, inplace: bool = False) -> Tensor:

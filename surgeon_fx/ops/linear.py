@@ -14,7 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon_fx.ops.common import autocast_dtype, cast, is_parameter, needs_graph, reduce_to, remember_exact, run_exactly
+from surgeon_fx.ops.common import (
+    autocast_dtype,
+    cast,
+    is_parameter,
+    needs_graph,
+    reduce_to,
+    remember_exact,
+    run_exactly,
+)
 from surgeon_fx.ops.keep import Kept, can_prune, restored, save, without_surroundings
 from surgeon_fx.ops.slots import Slot, find_slot, mark
 

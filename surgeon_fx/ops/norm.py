@@ -154,7 +154,7 @@ def instance_norm(
 
 
 class RowNorm(torch.autograd.Function):
-    """Layer and group norm. `back` is the native backward for a mean of 0 and a deviation of 1; rows scale what it gives."""
+    """Layer and group norm. `back` is the native backward for mean 0 and deviation 1; `rows` scales what it gives."""
 
     @staticmethod
     def forward(
@@ -299,4 +299,3 @@ def rms_norm(
     wide = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
     epsilon = torch.finfo(wide).eps if eps is None else eps
     return mark(RMSNorm.apply(slot, slot.ratio, input, weight, dims, epsilon, exactly), slot)
-

@@ -225,9 +225,7 @@ def _avg_pool(dims: int, key: str, input: Tensor, kernel: Any, stride: Any, *opt
     forward, backward = getattr(F, f"avg_pool{dims}d"), getattr(aten, f"avg_pool{dims}d_backward")
     if not needs_graph(input):
         return forward(input, *sizes, *rest)
-    return _run_average(
-        key, input, lambda x: forward(x, *sizes, *rest), lambda g, x: backward(g, x, *sizes, *rest)
-    )
+    return _run_average(key, input, lambda x: forward(x, *sizes, *rest), lambda g, x: backward(g, x, *sizes, *rest))
 
 
 def avg_pool1d(
@@ -268,7 +266,10 @@ def adaptive_avg_pool1d(key: str, input: Tensor, output_size: Any) -> Tensor:
 
 
 def _output_size(size: Any, x: Tensor, dims: int) -> list[int]:
-    return [x.shape[i - dims] if n is None else n for i, n in enumerate(_each(size, dims) if size is not None else [None] * dims)]
+    return [
+        x.shape[i - dims] if n is None else n
+        for i, n in enumerate(_each(size, dims) if size is not None else [None] * dims)
+    ]
 
 
 def _adaptive_max_pool(dims: int) -> Callable[..., Any]:

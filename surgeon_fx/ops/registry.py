@@ -38,7 +38,9 @@ LAYERS = ("conv", "linear", "norm")  # families of the layers in a ratio table
 SECOND, FIRST_TWO = ((1, "weight"),), ((0, "input"), (1, "other"))
 
 
-def _rows(family: str, room: Any, names: str, weights: tuple[tuple[int, str], ...] = (), *where: Any) -> dict[Any, Rule]:
+def _rows(
+    family: str, room: Any, names: str, weights: tuple[tuple[int, str], ...] = (), *where: Any
+) -> dict[Any, Rule]:
     """Rows for the functions called so in `torch.nn.functional`, `torch` and `Tensor`, wherever they exist."""
     return {
         function: Rule(family, getattr(room, name), weights)
@@ -58,7 +60,11 @@ RULES: dict[Function, Rule] = {
     **_rows("norm", norm, "batch_norm instance_norm", ((3, "weight"),), F),
     **_rows("norm", norm, "layer_norm group_norm rms_norm", ((2, "weight"),), F),
     **_rows("norm", norm, "layer_norm group_norm rms_norm", ((2, "weight"),), torch),
-    **_rows("relu", relu, "relu relu_ relu6 leaky_relu leaky_relu_ threshold hardtanh hardsigmoid clamp clip clamp_min clamp_max"),
+    **_rows(
+        "relu",
+        relu,
+        "relu relu_ relu6 leaky_relu leaky_relu_ threshold hardtanh hardsigmoid clamp clip clamp_min clamp_max",
+    ),
     **_rows("smooth", smooth, "gelu silu hardswish mish softplus elu celu selu logsigmoid glu", (), F),
     **_rows("smooth", smooth, "sigmoid tanh exp square sin cos pow"),
     **_rows("smooth", smooth, "prelu", (), F, torch),

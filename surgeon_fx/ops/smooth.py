@@ -66,7 +66,9 @@ FUNCTIONS: dict[str, Smooth] = {
 
 class SmoothFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, slot: Slot, ratio: float, x: Tensor, row: Smooth, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    def forward(
+        ctx: Any, slot: Slot, ratio: float, x: Tensor, row: Smooth, args: tuple[Any, ...], kwargs: Any
+    ) -> Tensor:
         ctx.gradient, ctx.args, ctx.kwargs = row.gradient, args, kwargs
         kept = Kept(slot, x, ratio) if row.reads == "input" else None
         output = row.native(x, *args, **kwargs)

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from surgeon_fx.api import is_transformed, rewrite_of, transformed_part
 from surgeon_fx.explain import Row, explain_outputs, module_path, observed
 from surgeon_fx.inputs import first_tensor
-from surgeon_fx.modules import Trains, is_layer, is_norm_layer, trains
 from surgeon_fx.kernels.layout import is_dense
+from surgeon_fx.modules import Trains, is_layer, is_norm_layer, trains
 from surgeon_fx.ops.common import RECORDS
 from surgeon_fx.ops.keep import is_prunable
 from surgeon_fx.ops.slots import NOTES, memory_key
@@ -220,7 +220,9 @@ def is_shape(value: Any) -> bool:
 
 def _fake_inputs(values: Any, device: str) -> Any:
     def fake(x: Tensor) -> Tensor:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=planned_device(x, device), requires_grad=False)
+        return torch.empty_strided(
+            x.shape, x.stride(), dtype=x.dtype, device=planned_device(x, device), requires_grad=False
+        )
 
     def shape(value: Any) -> Any:
         return torch.empty(tuple(value), device=device) if is_shape(value) else value
