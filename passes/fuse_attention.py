@@ -6,6 +6,7 @@ softmax over the last dimension of `q @ k^T`, with a constant scale, an additive
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -46,7 +47,7 @@ def _attention(graph: fx.Graph, match: Match, last: fx.Node) -> fx.Node:
     """What the pattern computes, without a map kept for backward."""
     key = _derived(graph, last, "transpose", match.key_transposed, -2, -1)
     mask = match.mask if match.mask is None else _derived(graph, last, "type_as", match.mask, match.query)
-    options = {"attn_mask": mask, "dropout_p": match.dropout, "scale": match.scale}
+    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": match.dropout, "scale": match.scale}
     new = graph.call_function(F.scaled_dot_product_attention, (match.query, key, match.value), options)
     new.meta = last.meta.copy()
     return new
@@ -101,7 +102,7 @@ def _match(last: fx.Node) -> Match | None:
     return Match(query, key_transposed, value, mask, scale, dropout)
 
 
-def _arguments(node: fx.Node, functions: dict[str, tuple[str, ...]]) -> dict[str, Any] | None:
+def _arguments(node: fx.Node, functions: Mapping[str, tuple[str, ...]]) -> dict[str, Any] | None:
     """The arguments of a call by name, however they were given; None if it calls something else."""
     if node.op not in ("call_function", "call_method"):
         return None
@@ -132,7 +133,7 @@ def _value(x: Any) -> Any:
 
 def _batches_alike(*operands: Any) -> bool:
     """Whether attention takes these: batches of matrices that need not be broadcast."""
-    shapes = [getattr(_value(x), "shape", None) for x in operands]
+    shapes: list[Any] = [getattr(_value(x), "shape", None) for x in operands]
     return None in shapes or len({tuple(shape[:-2]) for shape in shapes}) == 1
 
 

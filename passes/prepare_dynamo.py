@@ -39,7 +39,7 @@ class Answers(dict[Any, Any]):
 
     def _asked_by_a_model(self) -> bool:
         output = InstructionTranslator.current_tx().output
-        compiler = inspect.unwrap(output.compiler_fn)
+        compiler: Any = inspect.unwrap(output.compiler_fn)  # type: ignore[arg-type]
         ours = isinstance(getattr(compiler, "compiler_fn", compiler), self.compiler)
         return ours and not output.current_tx.f_code.co_filename.startswith(TORCH)
 
@@ -52,6 +52,6 @@ def prepare_dynamo(compiler: type) -> None:
     each call, such as `Tensor.device.__get__`, which a guard on their identity mixes up.
     """
     answers = Answers(dynamo.tracing_state_functions(), compiler)
-    dynamo.tracing_state_functions = lambda: answers
+    dynamo.tracing_state_functions = lambda: answers  # type: ignore[assignment]
     skip_code(Interpreter.__torch_function__.__code__)
     Interpreter._call = torch._dynamo.disable(Interpreter._call)  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ def rewrite_checkpoints_pass(
         if node.op != "call_function" or node.target is not torch.ops.higher_order.tag_activation_checkpoint:
             continue
         body_node, *outside = node.args
-        body = gm.get_submodule(str(body_node.target))
+        body: Any = gm.get_submodule(str(body_node.target))
         inside = [one for one in body.graph.nodes if one.op == "placeholder"]
         pairs = [pair for pair in zip(inside, outside, strict=True) if isinstance(pair[1], fx.Node)]
         parameters = {one: layers.parameters[given] for one, given in pairs if given in layers.parameters}

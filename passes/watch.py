@@ -81,7 +81,7 @@ class WatchedGraph(fx.Interpreter):
 
 def leave_origin(result: Any, layer: str, source: str) -> None:
     """Writes an origin on the autograd nodes behind a result that have none yet."""
-    ahead = [x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor)]
+    ahead: list[Any] = [x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor)]
     while ahead:
         node = ahead.pop()
         if node is None or ORIGIN in node.metadata:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,14 +201,14 @@ def operation_name(node: Node) -> str:
     return re.sub(r"Backward\d*$", "", node.name().removeprefix("torch::autograd::"))
 
 
-def _add_saves(groups: dict[Any, _Group], node: Node, own: dict[int, int]) -> None:
+def _add_saves(groups: dict[Any, _Group], node: Any, own: dict[int, int]) -> None:
     name, saved = operation_name(node), saved_by(node)
     layer, source = node.metadata.get(ORIGIN, ("", ""))
     found: list[Note] = node.metadata.get(NOTES, [])
     ours = any(note.place != slice(0, 0) for note in found)  # an operation of ours, not a native one that was noted
     rest = dict(enumerate(saved))
 
-    def add(key: Any, tensors: list[Tensor | None], dense: int, shape: Any, dtype: Any, handled: bool) -> None:
+    def add(key: Any, tensors: Sequence[Tensor | None], dense: int, shape: Any, dtype: Any, handled: bool) -> None:
         group = groups.setdefault(key, _Group(layer, source, tuple(shape), str(dtype).removeprefix("torch."), dense))
         group.operations.append(name)
         group.held |= {k: v for k, v in storages(tensors).items() if k not in own}

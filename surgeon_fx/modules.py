@@ -34,7 +34,7 @@ def is_norm_layer(module: nn.Module) -> bool:
     """Whether a layer normalises: one of torch's, or one written like it, whose weight is a vector."""
     if isinstance(module, NORM_LAYERS):
         return True
-    return is_layer(module) and not isinstance(module, LAYERS) and module._parameters["weight"].dim() == 1
+    return is_layer(module) and not isinstance(module, LAYERS) and module.weight.dim() == 1  # type: ignore[operator]
 
 
 def trains(model: nn.Module, which: Trains) -> Callable[[str, nn.Parameter], bool]:

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 RAW = "_raw_saved_"  # autograd nodes show each saved tensor, as it is packed, under a name that starts so
 
 
-def nodes(outputs: Any) -> Iterator[Node]:
-    """Every node of the graph behind the tensors in `outputs`, consumers before producers."""
+def nodes(outputs: Any) -> Iterator[Any]:
+    """Every autograd node of the graph behind the tensors in `outputs`, consumers before producers."""
     ahead = [x.grad_fn for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.grad_fn is not None]
     seen = set(ahead)
     while ahead:
@@ -25,7 +24,7 @@ def nodes(outputs: Any) -> Iterator[Node]:
                 ahead.append(following)
 
 
-def saved_by(node: Node) -> list[Tensor | None]:
+def saved_by(node: Any) -> list[Tensor | None]:
     """What one node holds: saved tensors in their order, None for those that are freed, and tensors on its context."""
     found: list[Tensor | None] = []
     for name in dir(node):

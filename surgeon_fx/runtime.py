@@ -33,7 +33,7 @@ log = logging.getLogger("surgeon_fx")
 
 RECOMPILE_LIMIT = 32
 # Errors of the capture leave a frame to Python and the interpreter; NumPy stays NumPy, with its own random numbers.
-DYNAMO = {"suppress_errors": True, "trace_numpy": False}
+DYNAMO: dict[str, Any] = {"suppress_errors": True, "trace_numpy": False}
 _numbers = itertools.count()
 
 
@@ -56,7 +56,7 @@ class Rewrite:
         return self.slots.table
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {
+        fresh: dict[str, Any] = {
             "captures": [],
             "ran": None,
             "outside": None,
@@ -185,7 +185,7 @@ class Forward:
         code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
         function = types.FunctionType(code, forward.__globals__, code.co_name, None, forward.__closure__)
         accepted = inspect.signature(torch.compile).parameters
-        options = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
+        options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
         return torch.compile(
             function,
             backend=Backend(self.rewrite),

@@ -70,7 +70,8 @@ def parameter_behind(x: Tensor) -> Tensor | None:
         return x
     if isinstance(x._base, torch.nn.Parameter):
         return x._base
-    ahead, found = [x.grad_fn], None
+    ahead: list[Any] = [x.grad_fn]
+    found = None
     for _ in range(MOST_NODES):
         node = ahead.pop() if ahead else None
         if node is None:

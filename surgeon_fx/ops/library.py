@@ -2,8 +2,8 @@
 
 `pack` makes what is kept of an activation, and the others save it. How much is kept follows the ratio table when `pack`
 runs, so sizes are unknown to the compiler (unbacked) and changing a ratio compiles nothing again. At ratio 0 the
-activation is copied whole: gradients are then equal to rounding, as compilers have it. Where a function is not listed in
-`COMPILED`, the native one runs and keeps what it keeps.
+activation is copied whole: gradients are then equal to rounding, as compilers have it. A function that is not listed in
+`COMPILED` runs natively and keeps what it keeps.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def batch_norm(
     if not can_prune(input, ratio):
         return run_exactly(slot, exactly, [input])
     if training:
-        F._verify_batch_size(input.size())
+        F._verify_batch_size(input.size())  # type: ignore[attr-defined]
 
     def native() -> tuple[Tensor, ...]:
         cudnn = torch.backends.cudnn.enabled
@@ -141,11 +141,12 @@ def instance_norm(
     if not needs_graph(input, weight, bias):
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     if use_input_stats:
-        F._verify_spatial_size(input.size())
+        F._verify_spatial_size(input.size())  # type: ignore[attr-defined]
     batch, channels, *rest = input.shape
-    repeated = [None if x is None else x.repeat(batch) for x in (running_mean, running_var, weight, bias)]
+    repeated: list[Any] = [None if x is None else x.repeat(batch) for x in (running_mean, running_var, weight, bias)]
     flat = input.contiguous().view(1, batch * channels, *rest)
-    output = batch_norm(key, flat, *repeated, use_input_stats, momentum, eps)
+    mean, variance, scale, shift = repeated
+    output = batch_norm(key, flat, mean, variance, scale, shift, use_input_stats, momentum, eps)
     if use_input_stats:
         for running, moved in zip((running_mean, running_var), repeated, strict=False):
             if running is not None and moved is not None:

@@ -265,7 +265,7 @@ def adaptive_avg_pool1d(key: str, input: Tensor, output_size: Any) -> Tensor:
     return adaptive_avg_pool2d(key, input.unsqueeze(-2), [1, *_output_size(output_size, input, 1)]).squeeze(-2)
 
 
-def _output_size(size: Any, x: Tensor, dims: int) -> list[int]:
+def _output_size(size: Any, x: Tensor, dims: int) -> Any:
     return [
         x.shape[i - dims] if n is None else n
         for i, n in enumerate(_each(size, dims) if size is not None else [None] * dims)

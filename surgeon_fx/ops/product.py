@@ -34,8 +34,9 @@ class Multiply(torch.autograd.Function):
         ctx: Any, slot: Slot, ratio: float, base: Tensor | None, a: Tensor, b: Tensor, native: Any, value: float
     ) -> Tensor:
         ctx.shapes, ctx.value = (None if base is None else base.shape, a.shape, b.shape), value
-        kept, exact = [], []
-        ctx.kept_as: list[tuple[str, int] | None] = []
+        kept: list[Kept] = []
+        exact: list[Tensor] = []
+        ctx.kept_as = []
         for x, other in ((a, b), (b, a)):
             if not other.requires_grad:
                 ctx.kept_as.append(None)
@@ -50,8 +51,9 @@ class Multiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        found = dict(zip(("pruned", "exact"), restored(ctx), strict=True))
-        a, b = (None if where is None else found[where[0]][where[1]] for where in ctx.kept_as)
+        found: dict[str, Any] = dict(zip(("pruned", "exact"), restored(ctx), strict=True))
+        operands: list[Any] = [None if where is None else found[where[0]][where[1]] for where in ctx.kept_as]
+        a, b = operands
         g = grads[0] if ctx.value == 1 else grads[0] * ctx.value
         _, _, wants_base, wants_a, wants_b, _, _ = ctx.needs_input_grad
         return (

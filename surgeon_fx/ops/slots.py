@@ -153,7 +153,7 @@ def mark(output: Any, slot: Slot) -> Any:
 
 def producer(x: Tensor) -> str | None:
     """The key of the layer that a tensor comes from: depth first, along first inputs, to the nearest mark."""
-    ahead = [x.grad_fn]
+    ahead: list[Any] = [x.grad_fn]
     seen: set[Any] = set()
     while ahead:
         node = ahead.pop()
