@@ -41,7 +41,7 @@ def rewrite_checkpoints_pass(
 def run_checkpointed(body: fx.GraphModule, own: tuple[int, ...], *args: Any, **options: Any) -> Any:
     """What the region was before it was captured.
 
-    Arguments that are the model's own, at the places `own`, are not inputs of the region: a batch norm counts its batches
+    Arguments that are the model's own, at the places `own`, are not inputs of the region: a batch norm counts batches
     in one of them.
     """
     fixed = {i: args[i] for i in own}
