@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -47,7 +48,7 @@ class Interpreter(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.took_over is not None:
             self.took_over(func)
-        return rule.op(key, *args, **kwargs)
+        return _run(rule, key, args, kwargs)
 
     def _key_of(self, rule: Rule, args: Any, kwargs: Any) -> str | None:
         for weight in rule.weights_among(args, kwargs):
@@ -56,6 +57,11 @@ class Interpreter(TorchFunctionMode):
                 if key is None or key != self.key:
                     return key
         return self.layer or self.key
+
+
+@torch._dynamo.disable  # where Dynamo left a frame to Python, it looks at the frames inside again
+def _run(rule: Rule, key: str, args: Any, kwargs: Any) -> Any:
+    return rule.op(key, *args, **kwargs)
 
 
 def parameter_behind(x: Tensor) -> Tensor | None:
