@@ -5,6 +5,7 @@ import weakref
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import Dataset
 
 import surgeon_fx
 from surgeon_fx.retained import nodes
@@ -97,6 +98,20 @@ def distributed_step(rank, store, results):
     wrapped(torch.randn(2, 8, 6, 6)).square().mean().backward()
     torch.save({n: p.grad for n, p in model.named_parameters()}, f"{results}/{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+class Squares(Dataset):
+    """Samples that are made with torch, gradients off and on."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        with torch.no_grad():
+            x = torch.full((16,), float(i)).square()
+        w = torch.ones(16, requires_grad=True)
+        (w * x).sum().backward()
+        return w.grad / 144
 
 
 class Probe:
