@@ -190,8 +190,9 @@ class EcoTTA(Adapter):
 
     def _build(self, shapes: Sequence[Sequence[int]]) -> None:
         self.shapes = [Shape(*shape) for shape in shapes]
-        device = next(self.model.parameters()).device
-        self.meta = nn.ModuleList(MetaPart(shape, self.generator) for shape in self.shapes).to(device)
+        like = next(self.model.parameters())
+        parts = (MetaPart(shape, self.generator) for shape in self.shapes)
+        self.meta = nn.ModuleList(parts).to(device=like.device, dtype=like.dtype)
         self._start()
 
     def _start(self) -> None:
