@@ -100,7 +100,7 @@ def corrupt(x: Tensor, name: str, severity: int = 5, seeds: Sequence[int] | int 
     constants = CONSTANTS[name][min(x.shape[2:]) > SMALL][severity - 1]
     kind = list(CORRUPTIONS).index(name)
     made = [
-        CORRUPTIONS[name](image.float(), constants, np.random.default_rng([kind, severity, seed]))
+        CORRUPTIONS[name](image.float().contiguous(), constants, np.random.default_rng([kind, severity, seed]))
         for image, seed in zip(x, seeds, strict=True)
     ]
     return torch.stack(made).clamp(0, 1).to(x.dtype) if made else x.clone()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import io
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -219,6 +221,19 @@ def acdc(root: Path, corruptions: Sequence[str] | None, limit: int | None, size:
 def _acdc_label(root: Path, image: Path) -> Path:
     name = image.name.replace("_rgb_anon", "_gt_labelTrainIds")
     return root / "gt" / image.relative_to(root / "rgb_anon").with_name(name)
+
+
+def read_images(path: Path, limit: int | None = None) -> tuple[Tensor, Tensor]:
+    """Pixels as bytes, channels first, and labels, of an .npz of JPEG bytes with offsets; `limit` takes the first."""
+    import numpy as np
+    from PIL import Image
+
+    file = np.load(path)
+    data, offsets = file["data"].tobytes(), file["offsets"]
+    parts = itertools.islice(itertools.pairwise(offsets), limit)
+    images = np.stack([np.asarray(Image.open(io.BytesIO(data[a:b]))) for a, b in parts])
+    labels = torch.from_numpy(file["labels"]).long()[: len(images)]
+    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), labels
 
 
 def _open(path: Path) -> Any:

@@ -269,9 +269,12 @@ class EcoTTA(Adapter):
         return {"shapes": [tuple(shape) for shape in self.shapes], "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.get("shapes") and not len(self.meta):
-            self._build(state["shapes"])
+        if not state.get("shapes") or len(self.meta):
+            super().load_state_dict(state)
+            return
+        self._build(state["shapes"])
         super().load_state_dict(state)
+        self._remember()  # an adapter without a warm-up of its own goes back to this one
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         self.generator.set_state(state["generator"])
