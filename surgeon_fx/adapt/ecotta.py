@@ -84,7 +84,6 @@ class EcoTTA(Adapter):
         self._given = (optimizer, self.lr if lr is None else lr, scheduler)
         self._seen: dict[int, Tensor] = {}
         self._at: Callable[[int, Tensor, Tensor], Tensor] = self._beside  # what is done at a part's end
-        self._apart = False  # no gradient goes from part to part
         loss = FunctionLoss(self._certain)
         super().__init__(model, lr=lr, loss=loss, train=lambda name, parameter: False, **options)
         self._parts = self._cut(parts)
@@ -221,9 +220,8 @@ class EcoTTA(Adapter):
                 handle.remove()
 
     def _enter(self, k: int) -> Callable[..., Any]:
-        def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            self._seen[k] = args[0].detach() if self._apart else args[0]
-            return (self._seen[k], *args[1:])
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._seen[k] = args[0]
 
         return enter
 
@@ -234,13 +232,13 @@ class EcoTTA(Adapter):
         return self.meta[k](x, out)
 
     @contextlib.contextmanager
-    def _with(self, at: Callable[[int, Tensor, Tensor], Tensor], apart: bool = False) -> Iterator[None]:
+    def _with(self, at: Callable[[int, Tensor, Tensor], Tensor]) -> Iterator[None]:
         """Has `at` turn a part's input and output into another output."""
-        self._at, self._apart = at, apart
+        self._at = at
         try:
             yield
         finally:
-            self._at, self._apart = self._beside, False
+            self._at = self._beside
 
     def _learn(self, x: Any) -> Any:
         distances: list[float] = []
@@ -250,9 +248,9 @@ class EcoTTA(Adapter):
             loss = self.weight * (out - frozen).abs().mean()
             loss.backward()
             distances.append(float(loss.detach()))
-            return out.detach()
+            return out.detach()  # parts learn apart
 
-        with self._with(match, apart=True):
+        with self._with(match):
             call(self.model, x)
         if math.isfinite(sum(distances)):
             self.update()
