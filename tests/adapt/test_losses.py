@@ -14,6 +14,7 @@ import surgeon_fx
 from surgeon_fx import adapt
 from surgeon_fx.adapt.losses import LOSSES, by_classes
 from surgeon_fx.losses import logits_of, with_logits
+from surgeon_fx.retained import retained_bytes
 
 NORMS = ("norm.weight", "norm.bias", "blocks.0.norm.weight", "blocks.0.norm.bias")
 
@@ -214,6 +215,24 @@ def test_four_steps_of_sar(kind, floor, model):
     assert adapter.loss.mean == (None if mean is None else pytest.approx(mean, rel=1e-4))
     assert (len(resets) == 4) == (floor == 10.0)
     assert (adapter.loss.mean is None) == (floor == 10.0)  # starts anew: the published code writes the old one back
+
+
+@pytest.mark.parametrize("method", [adapt.SAR, functools.partial(adapt.Surgeon, loss="sar")])
+def test_sar_holds_one_graph_at_a_time(method, model):
+    """While the second pass runs, nothing of the first is kept for backward any more."""
+    outputs, held = [], []
+
+    def leave(module, args, out):
+        if out.requires_grad:
+            held.append([retained_bytes(one, module) for one in (*outputs, out)])
+            outputs.append(out)
+
+    adapter = method(model)
+    adapter.model.register_forward_hook(leave)
+    adapter(batches(1)[0])
+    first, second = held[-2:]
+    assert second[-1] == first[-1] > 0
+    assert second[-2] < 0.1 * first[-1]
 
 
 def test_sar_steps_at_the_sharp_point(model):

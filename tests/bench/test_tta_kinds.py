@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import tta_measure
 import tta_runs
 import tta_source
 from common import read_rows
@@ -173,6 +174,31 @@ def test_source_data_for_those_that_ask_for_it(folder, monkeypatch):
     adapter = Trial("eata", {"fisher_samples": 8}, 1e-3, 0).adapter(setting.build(), setting)
     assert set(adapter.loss.fisher) == set(adapter.trained)
     assert run("--method", "ecotta") == 2
+
+
+def test_what_each_method_holds(folder, monkeypatch):
+    """By one meter: what backward keeps, and MECTA's own count beside it."""
+    source(folder / "source.npz")
+    monkeypatch.setitem(METHODS, "ecotta", lambda model, **options: adapt.EcoTTA(model, parts=2, **options))
+    setting = Setting("data", "tiny", None, 8, None, 5, None, None, None, "given", "cpu", source="source.npz")
+    found = {}
+    small = {"ecotta": {"warm_up_epochs": 1}, "mecta": {"ratio": 0.5}, "rotta": {"capacity": 8}}
+    for method in ("tent", "eata", "sar", "rotta", "cotta", "mecta", "ecotta", "full", "surgeon_eata"):
+        trial = Trial(method, small.get(method, {}), None, 0)
+        worker = tta_measure.Worker(setting, trial, torch.get_num_threads())
+        worker.turn("warm")
+        found[method] = worker.turn("count")
+    held = {method: one["held"] for method, one in found.items()}
+    assert held["cotta"] == held["full"]  # teacher and source model hold nothing
+    assert held["eata"] == held["tent"]
+    assert 0 < held["surgeon_eata"] < held["full"]
+    assert held["mecta"] < held["tent"]
+    kept = 2 * 3 * 8 * 16 * 16 * 4  # half of six channels in two norms
+    assert found["mecta"]["paper_cache"] == kept < held["mecta"]
+    assert held["ecotta"] > 0
+    assert held["sar"] == held["tent"]
+    assert found["cotta"]["gflops"] > 10 * found["full"]["gflops"]
+    assert held["rotta"] > 0
 
 
 def test_source_data_of_every_kind(folder):
