@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--weights", type=Path, help="checkpoint of the model; default: random weights")
     data.add_argument("--batch", type=int, help="default: the model's")
     data.add_argument("--window", type=int, help="with --batch 1: images that stand in for a batch")
-    what = "clean images, for eata's Fisher information and ecotta's warm-up: an .npz of JPEG bytes, or a folder"
+    what = "clean images, for EATA's penalty and ecotta's warm-up: an .npz of JPEG bytes, or a folder"
     data.add_argument("--source", type=Path, help=what)
     data.add_argument("--device", default="cpu")
     data.add_argument("--threads", type=int, help="default: torch's")
@@ -255,7 +255,7 @@ def _trial(method: str, lr: float | None, seed: int, arguments: argparse.Namespa
     options: dict[str, Any] = {}
     if arguments.prior is not None and method not in OWN_STATISTICS:
         options["prior"] = arguments.prior
-    if method == "eata" and arguments.source is not None:
+    if method.endswith("eata") and arguments.source is not None:
         options["fisher_samples"] = FISHER_SAMPLES
     if method == "ecotta":
         options |= {"warm_up_epochs": arguments.warm_up_epochs, "warm_up_limit": arguments.warm_up_limit}

@@ -18,7 +18,7 @@ from tta_source import WARM_UP_EPOCHS, Source, warm_up
 from tta_stream import SPLITS, Stream, open_stream
 
 from surgeon_fx import zoo
-from surgeon_fx.adapt import METHODS, Adapter, EcoTTA, Window
+from surgeon_fx.adapt import METHODS, Adapter, EataLoss, EcoTTA, Window, find_fisher
 from surgeon_fx.losses import logits_of
 from surgeon_fx.zoo.external import require
 from surgeon_fx.zoo.layers import ImageNormalizer
@@ -102,7 +102,12 @@ class Trial:
             options["seed"] = self.seed
         source = None if setting is None else setting.source
         if samples and source and setting is not None:
-            options["fisher"] = Source(source, min(setting.batch, samples), samples, self.seed).images()
+            batches = Source(source, min(setting.batch, samples), samples, self.seed).images()
+            if self.method == "eata":
+                options["fisher"] = batches
+            else:
+                train = "norm" if self.method in NORM_ONLY or self.method.startswith("mecta") else None
+                options["loss"] = EataLoss(fisher=find_fisher(model, batches, train))
         adapter = METHODS[self.method](model, **options)
         if isinstance(adapter, EcoTTA) and setting is not None:
             if source is None:

@@ -171,8 +171,10 @@ def test_source_data_for_those_that_ask_for_it(folder, monkeypatch):
     assert [(row.provider, row.p50) for row in rows()] == first
     assert len(seen) == 1  # the second run finds what the first has learnt
     setting = Setting("data", "tiny", None, 4, None, 5, None, None, None, "given", "cpu", source="source.npz")
-    adapter = Trial("eata", {"fisher_samples": 8}, 1e-3, 0).adapter(setting.build(), setting)
-    assert set(adapter.loss.fisher) == set(adapter.trained)
+    for method in ("eata", "mecta_eata", "full_eata", "surgeon_eata", "surgeon_norm_eata"):
+        adapter = Trial(method, {"fisher_samples": 8}, 1e-3, 0).adapter(setting.build(), setting)
+        assert set(adapter.loss.fisher) == set(adapter.trained), method
+        assert any(weight.abs().max() > 0 for weight, _ in adapter.loss.fisher.values())
     assert run("--method", "ecotta") == 2
 
 
