@@ -76,7 +76,7 @@ class Checkpointed(FullTuning):
 class EATA(Tent):
     """Entropy of certain and new predictions, by norm layers, near weights that clean images rely on (ICML 2022).
 
-    `fisher` is how much they do, as `surgeon_fx.adapt.fisher` finds it, or batches of clean images to find it on; None
+    `fisher` is how much they do, as `find_fisher` finds it, or batches of clean images to find it on; None
     leaves the penalty out (ETA). `margin`, `d` and `alpha` are those of `EataLoss`.
     """
 
@@ -92,7 +92,7 @@ class EATA(Tent):
         **options: Any,
     ) -> None:
         if "loss" in options or "loss_fn" in options:
-            raise ValueError("EATA brings its own loss: give Tent another, or Tent this one")
+            raise ValueError("EATA brings its own loss: for another, use Tent(model, loss=...)")
         if fisher is not None and not isinstance(fisher, Mapping):
             fisher = find_fisher(model, fisher, train)
         loss = EataLoss(margin=margin, d=d, fisher=fisher, alpha=alpha)
@@ -121,7 +121,7 @@ class SAR(Adapter):
         **options: Any,
     ) -> None:
         if "loss" in options or "loss_fn" in options:
-            raise ValueError("SAR brings its own loss: give Tent another, or Tent this one")
+            raise ValueError("SAR brings its own loss: for another, use Tent(model, loss=...)")
         if lr is None and optimizer is None and not batch_norms(model):
             lr = self.lr_without_batch_norm
         loss = SarLoss(margin=margin, rho=rho, floor=floor)

@@ -82,7 +82,7 @@ class EataLoss(Loss):
     """Entropy of predictions that are certain and unlike those before (EATA, ICML 2022).
 
     Chosen are those of entropy H < E0 = `margin` ln C and, once there is a moving mean of the probabilities chosen so
-    far, of |cosine| with it below `d`; they weigh exp(E0 - H). With a `fisher` (see `surgeon_fx.adapt.fisher`),
+    far, of |cosine| with it below `d`; they weigh exp(E0 - H). With a `fisher` (see `surgeon_fx.adapt.find_fisher`),
     `alpha` times the sum of fisher * (w - w0)^2 is added. `d` and `alpha` are by default those published for the
     nearest number of classes.
     """
