@@ -9,8 +9,6 @@ The training images come as JPEG bytes in one array, with offsets and labels. Ac
 from __future__ import annotations
 
 import argparse
-import io
-import itertools
 import sys
 import time
 from pathlib import Path
@@ -19,25 +17,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from common import ROOT
-from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
+from tta_folders import read_images
 
 from surgeon_fx import zoo
 from surgeon_fx.zoo.layers import ImageNormalizer
 
 MODEL = "vit_cifar"
 PADDING = 2  # of the random crop
-
-
-def read_images(path: Path) -> tuple[Tensor, Tensor]:
-    """Pixels as bytes, channels first, and labels."""
-    file = np.load(path)
-    data, offsets = file["data"].tobytes(), file["offsets"]
-    parts = itertools.pairwise(offsets)
-    images = np.stack([np.asarray(Image.open(io.BytesIO(data[a:b]))) for a, b in parts])
-    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(file["labels"]).long()
 
 
 def normalise(pixels: Tensor) -> Tensor:

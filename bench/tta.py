@@ -5,12 +5,19 @@
     python bench/tta.py --data CIFAR-10-C --model wrn28_10 --weights Standard.pt --method source,tent,surgeon \\
         --lr grid --seeds 0,1,2 --plot plots/
     python bench/tta.py --data ACDC --model segformer_b5 --weights segformer_b5.pth --batch 1 --lr 7.5e-6
+    python bench/tta.py --data camvid --model segformer_camvid --weights bench/weights/segformer_camvid.safetensors \\
+        --rounds 10 --method source,tent,cotta,full,surgeon,surgeon_norm
+    python bench/tta.py --data imagenet_samples --model tf_efficientnet_lite0 --weights lite0.safetensors --batch 50
     python bench/tta.py --from-json
 
-The model adapts on through all corruptions and is never reset; what counts is the error of the predictions it returns
-for a batch, before it has learnt from it. With several learning rates each method takes the one that does best on the
-first corruptions (`--select`) with the first seed. Rows are written as corruptions are finished, and `--resume` runs
-what is missing: a run that was interrupted starts again from its first corruption, as its model has not been kept.
+The model adapts on through all corruptions and is never reset (other streams: `--stream`); what counts is the error of
+the predictions it returns for a batch, before it has learnt from it. With several learning rates each method takes the
+one that does best on the first corruptions (`--select`) with the first seed. Rows are written as corruptions are
+finished, and `--resume` runs what is missing: a run that was interrupted goes on after its last corruption.
+
+Streams: continual; reset, before each corruption; gradual, severities 1 to 5 and back; mixed, all corruptions shuffled
+together; correlated:0.1, images sorted by class within a corruption, the more so the smaller the number. `--batch 1
+--window 16` takes images one by one, each among the last sixteen, with an update every sixteen.
 
 A row of metric "error" has a corruption's error, and in its case the errors batch by batch; "ratios" has SURGEON's
 ratios per layer, pass by pass; "selection" the errors learning rates were chosen by. The rest is what a call costs
@@ -29,33 +36,57 @@ import torch
 import tta_plot
 import tta_report
 from common import RESULTS, Row, RowWriter, environment, read_rows
+from tta_domain import KINDS, parse_kind
 from tta_measure import measure, rows_of
 from tta_runs import BENCHMARK, FORWARD_ONLY, NORM_ONLY, Runner, Setting, Trial, identity, latest
+from tta_source import FISHER_SAMPLES, WARM_UP_EPOCHS
 
 from surgeon_fx import zoo
-from surgeon_fx.adapt import METHODS, Adapter, Tent
+from surgeon_fx.adapt import MECTA, METHODS, SAR, Adapter, CoTTA, EcoTTA, Tent
 from surgeon_fx.commands import answer
 from surgeon_fx.importance import SAMPLES
 from surgeon_fx.planner.methods import parse_size
 
-GRIDS = {"all": (1e-5, 3e-5, 1e-4, 3e-4), "norm": (1e-4, 3e-4, 1e-3, 3e-3)}
-USUAL = {"all": Adapter.lr, "norm": Tent.lr}
+# By what is trained, and for methods with SGD or dear steps their own.
+GRIDS = {
+    "all": (1e-5, 3e-5, 1e-4, 3e-4),
+    "norm": (1e-4, 3e-4, 1e-3, 3e-3),
+    "sar": (2.5e-4, 1e-3, 4e-3, 1.6e-2),
+    "mecta": (2.5e-4, 7.5e-4, 2.5e-3, 7.5e-3),
+    "cotta": (1e-4, 1e-3),
+    "ecotta": (5e-4, 5e-3),
+}
+USUAL = {
+    "all": Adapter.lr,
+    "norm": Tent.lr,
+    "sar": SAR.lr,
+    "mecta": MECTA.lr,
+    "cotta": CoTTA.lr,
+    "ecotta": EcoTTA.lr,
+}
 IMAGENET_CLASSES = 1000
+OWN_STATISTICS = ("source", "rotta", "mecta", "mecta_eata")  # and no use for a prior
 SELECT = 3  # corruptions that decide on a learning rate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data and model")
-    data.add_argument("--data", type=Path, help="folder of CIFAR-10-C, CIFAR-100-C, ImageNet-C or ACDC")
+    known = "CIFAR-10-C, CIFAR-100-C, ImageNet-C, ACDC, CamVid or ImageNet images"
+    data.add_argument("--data", type=Path, help=f"folder of {known}")
+    data.add_argument("--stream", default="continual", help=f"one of {', '.join(KINDS)}:0.1 (default continual)")
+    data.add_argument("--rounds", type=int, default=1, help="times the corruptions come (default 1)")
     data.add_argument("--corruptions", type=_names, help="domains in order, as fog,snow; default: the standard ones")
     data.add_argument("--severity", type=int, default=5, help="1 to 5 (default 5)")
     data.add_argument("--limit", type=int, help="images of each corruption; default: all")
     data.add_argument("--order", choices=("given", "random"), default="given", help="random: another for each seed")
     data.add_argument("--size", type=parse_size, help="of the images: 224, or 540x960; default: the data's usual one")
-    data.add_argument("--split", default="train", help="of ACDC (default train)")
+    data.add_argument("--split", help="of ACDC (default train) or CamVid (default test)")
     data.add_argument("--model", default="resnet56_cifar", help="a name of surgeon_fx.zoo (default resnet56_cifar)")
     data.add_argument("--weights", type=Path, help="checkpoint of the model; default: random weights")
     data.add_argument("--batch", type=int, help="default: the model's")
+    data.add_argument("--window", type=int, help="with --batch 1: images that stand in for a batch")
+    what = "clean images, for EATA's penalty and ecotta's warm-up: an .npz of JPEG bytes, or a folder"
+    data.add_argument("--source", type=Path, help=what)
     data.add_argument("--device", default="cpu")
     data.add_argument("--threads", type=int, help="default: torch's")
     how = parser.add_argument_group("methods")
@@ -69,6 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--static-ratio", type=float, default=0.9, help="in the importance pass (default 0.9)")
     how.add_argument("--every", type=int, default=1, help="batches between importance passes; 0: the first batch alone")
     how.add_argument("--on-shift", type=float, nargs="?", const=True, default=False, help="pass when inputs change")
+    how.add_argument("--warm-up-epochs", type=int, default=WARM_UP_EPOCHS, help="of ecotta (default 10)")
+    how.add_argument("--warm-up-limit", type=int, help="images of ecotta's warm-up; default: all")
     out = parser.add_argument_group("measurements and output")
     out.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help="memory and time as well")
     out.add_argument("--repeats", type=int, default=5, help="batches that are timed (default 5)")
@@ -134,11 +167,12 @@ def adapt(arguments: argparse.Namespace) -> list[Row]:
             f"warning: {stream.classes} synsets instead of {IMAGENET_CLASSES}, and classes are numbered by their rank",
             file=sys.stderr,
         )
-    methods = _fitting(setting, arguments)
+    methods = _fitting(setting, arguments, stream.segmentation)
     known = _known(arguments.json) if arguments.resume else []
     here = environment(torch.device(setting.device))
     with RowWriter(arguments.json, append=arguments.resume) as writer:
-        runner = Runner(setting, stream, here, writer.write, known)
+        states = arguments.json.with_suffix(".state.pt")
+        runner = Runner(setting, stream, here, writer.write, known, states)
         chosen = []
         for method in methods:
             lr = _choose(runner, method, arguments)
@@ -155,10 +189,16 @@ def adapt(arguments: argparse.Namespace) -> list[Row]:
 def _setting(arguments: argparse.Namespace) -> Setting:
     if arguments.data is None:
         raise ValueError("--data must name a folder of corrupted images")
-    for name, least in (("batch", 1), ("repeats", 1), ("select", 1), ("threads", 1), ("every", 0)):
+    ones = ("batch", "repeats", "select", "threads", "rounds", "window", "warm_up_limit")
+    for name, least in (*((name, 1) for name in ones), ("every", 0), ("warm_up_epochs", 0)):
         value = getattr(arguments, name)
         if value is not None and value < least:
-            raise ValueError(f"--{name} must be {least} or more, got {value}")
+            raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, got {value}")
+    if arguments.window is not None and arguments.batch != 1:
+        raise ValueError("--window is for images that come one by one: add --batch 1")
+    parse_kind(arguments.stream)
+    if arguments.source is not None and not arguments.source.exists():
+        raise ValueError(f"--source must be a file or a folder of clean images, and {arguments.source} is none")
     if arguments.weights is None:
         print(f"warning: {arguments.model} gets random weights; --weights names a checkpoint", file=sys.stderr)
     return Setting(
@@ -173,10 +213,14 @@ def _setting(arguments: argparse.Namespace) -> Setting:
         split=arguments.split,
         order=arguments.order,
         device=arguments.device,
+        kind=arguments.stream,
+        rounds=arguments.rounds,
+        window=arguments.window,
+        source=None if arguments.source is None else str(arguments.source),
     )
 
 
-def _fitting(setting: Setting, arguments: argparse.Namespace) -> list[str]:
+def _fitting(setting: Setting, arguments: argparse.Namespace, segmentation: bool) -> list[str]:
     """The methods to run. One that was asked for and does not suit the model is an error, before anything runs."""
     asked = None if arguments.method is None else [name for names in arguments.method for name in names]
     methods = []
@@ -184,6 +228,10 @@ def _fitting(setting: Setting, arguments: argparse.Namespace) -> list[str]:
         model = setting.build()
         try:
             _trial(method, _rates_of(method, arguments.lr)[0], 0, arguments).adapter(model)
+            if method == "ecotta" and setting.source is None:
+                raise ValueError("ecotta needs labelled source data for its warm-up: --source names it")
+            if method == "rotta" and segmentation:
+                raise ValueError("rotta balances classes of images, and here are classes of pixels")
         except ValueError as error:
             if asked is not None:
                 raise
@@ -194,9 +242,10 @@ def _fitting(setting: Setting, arguments: argparse.Namespace) -> list[str]:
 
 
 def _rates_of(method: str, asked: list[float] | str | None) -> Sequence[float | None]:
-    kind = "norm" if method in NORM_ONLY else "all"
     if method in FORWARD_ONLY:
         return [None]
+    kind = "mecta" if method.startswith("mecta") else "norm" if method in NORM_ONLY and method != "sar" else method
+    kind = kind if kind in GRIDS else "all"
     if asked is None:
         return [USUAL[kind]]
     return GRIDS[kind] if isinstance(asked, str) else asked
@@ -204,8 +253,12 @@ def _rates_of(method: str, asked: list[float] | str | None) -> Sequence[float | 
 
 def _trial(method: str, lr: float | None, seed: int, arguments: argparse.Namespace) -> Trial:
     options: dict[str, Any] = {}
-    if arguments.prior is not None and method != "source":
+    if arguments.prior is not None and method not in OWN_STATISTICS:
         options["prior"] = arguments.prior
+    if method.endswith("eata") and arguments.source is not None:
+        options["fisher_samples"] = FISHER_SAMPLES
+    if method == "ecotta":
+        options |= {"warm_up_epochs": arguments.warm_up_epochs, "warm_up_limit": arguments.warm_up_limit}
     if method == "static":
         options["ratio"] = arguments.ratio
     if method.startswith("surgeon"):

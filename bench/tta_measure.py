@@ -4,7 +4,9 @@ Each method has a process of its own, so that none sees what another's allocator
 machine does meanwhile falls on all. A call is all that a method does with a batch, its importance pass included:
 
 - held: unique storages that backward keeps alive after forward, read off the autograd graph; the most of any
-  forward. Inputs of checkpointed blocks count as well
+  forward. Inputs of checkpointed blocks count as well. Teachers and source models run without a graph: they are in
+  the peak alone
+- paper cache: the paper's count, inputs of conv, linear and norm layers; for MECTA that of its authors
 - peak: high-water mark of the resident set over the call, net of the level before it; on CUDA of the allocator
 - time per call, and floating-point operations in convolutions and matrix products
 """
@@ -25,7 +27,7 @@ from tta_runs import BENCHMARK, FORWARD_ONLY, NORM_ONLY, Setting, Trial
 from tta_stream import Stream
 
 import surgeon_fx
-from surgeon_fx.adapt import Checkpointed
+from surgeon_fx.adapt import MECTA, Checkpointed
 from surgeon_fx.api import is_transformed
 from surgeon_fx.modules import blocks
 from surgeon_fx.planner import arithmetic
@@ -42,10 +44,10 @@ class Worker:
         torch.set_num_threads(threads)
         self.device = torch.device(setting.device)
         self.meter = Meter(self.device)
-        self.batches = full_batches(setting.stream(), setting.batch)
+        self.batches = full_batches(setting.stream(), setting.window or setting.batch)
         model = setting.build()
         torch.manual_seed(trial.seed)
-        self.adapter = trial.adapter(model)
+        self.adapter = trial.adapter(model, setting)
 
     def turn(self, what: str) -> dict[str, Any]:
         """One batch; `what` says how it is looked at."""
@@ -89,7 +91,10 @@ class Worker:
             for handle in handles:
                 handle.remove()
         ratios = dict(surgeon_fx.ratios(self.adapter.model)) if is_transformed(self.adapter.model) else {}
-        return {"held": max(held), "gflops": counter.get_total_flops() / 1e9, "ratios": ratios}
+        found = {"held": max(held), "gflops": counter.get_total_flops() / 1e9, "ratios": ratios}
+        if isinstance(self.adapter, MECTA):
+            found["paper_cache"] = self.adapter.cache_bytes  # as its authors count
+        return found
 
 
 def full_batches(stream: Stream, batch: int) -> Iterator[Tensor]:
@@ -138,14 +143,15 @@ def rows_of(
     here: Environment,
 ) -> list[Row]:
     """The rows of what `measure` found, with the paper's count beside it."""
-    x = next(full_batches(stream, setting.batch))
+    x = next(full_batches(stream, setting.window or setting.batch))
     count = paper_count(setting.build(), tuple(x.shape))
     rows = []
     for trial in trials:
         turns = found[trial.method]
         ratios = next(turn["ratios"] for turn in turns if "ratios" in turn)
         values = {metric: [turn[metric] for turn in turns if metric in turn] for metric in UNITS}
-        values["paper_cache"] = [count(trial.method, ratios)]
+        if not values["paper_cache"] and trial.method != "ecotta":  # the paper has no count of its kind
+            values["paper_cache"] = [count(trial.method, ratios)]
         case = {"setting": setting.case(stream), "options": trial.options, "lr": trial.lr, "input": list(x.shape)}
         for metric, samples in values.items():
             if samples:

@@ -54,11 +54,11 @@ def _errors(setting: dict[str, Any], rows: list[Row], title: dict[Line, str], pa
     axis = figure.add_subplot()
     for line, label in title.items():
         found = by_seed(rows, line)
-        known = [name for name in names if any(name in one for one in found.values())]
+        known = [name for name in names if any(name in one for one in found.values())]  # of the first round
         means = [statistics.fmean(one[name] for one in found.values() if name in one) for name in known]
         (drawn,) = axis.plot([places[name] for name in known], means, marker="o", markersize=3, label=label)
         for row in rows:
-            if line_of(row) == line and row.case["seed"] == min(found):
+            if line_of(row) == line and row.case["seed"] == min(found) and row.case["corruption"] in places:
                 errors = row.case["batch_errors"]
                 start = places[row.case["corruption"]] - 0.5
                 x = [start + (i + 0.5) / len(errors) for i in range(len(errors))]

@@ -59,14 +59,18 @@ def text(rows: Sequence[Row]) -> str:
 
 def _setting_text(setting: dict[str, Any], rows: list[Row]) -> str:
     here = rows[0].environment
-    what = f"severity {setting['severity']}" if setting["severity"] else f"{setting['split']} split"
-    limit = f", {setting['limit']} images each" if setting["limit"] else ""
-    order = ", in random order" if setting["order"] == "random" else ""
+    what = [f"severity {setting['severity']}"] if setting["severity"] else []
+    what += [f"{setting['split']} split"] if setting["split"] else []
+    what += [f"{setting['limit']} images each"] if setting["limit"] else []
+    what += ["in random order"] if setting["order"] == "random" else []
+    what += [f"{setting['stream']} stream"] if "stream" in setting else []
+    what += [f"{setting['rounds']} rounds"] if "rounds" in setting else []
+    what += [f"a window of {setting['window']}"] if "window" in setting else []
     title = (
-        f"{setting['model']} ({setting['weights']}) on {setting['data']}, {what}{limit}{order}, batches of "
+        f"{setting['model']} ({setting['weights']}) on {setting['data']}, {', '.join(what)}, batches of "
         f"{setting['batch']}; {here.device}, {here.threads} threads"
     )
-    parts = [title, errors_table(setting, rows), selection_table(rows), costs_table(rows)]
+    parts = [title, errors_table(setting, rows), rounds_table(setting, rows), selection_table(rows), costs_table(rows)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -99,7 +103,7 @@ def by_seed(rows: Iterable[Row], line: Line) -> dict[int, dict[str, float]]:
 
 
 def errors_table(setting: dict[str, Any], rows: list[Row]) -> str:
-    """Online error in percent, by corruption; a mean only where a seed has been through all of them."""
+    """Online error in percent (or mIoU), by corruption; a mean only where a seed has been through all of them."""
     from tabulate import tabulate
 
     errors = [row for row in rows if row.metric == "error"]
@@ -113,17 +117,47 @@ def errors_table(setting: dict[str, Any], rows: list[Row]) -> str:
         seeds |= set(found)
         cells = {"method": title[line], "lr": "" if line.lr is None else f"{line.lr:g}"}
         for name in names:
-            values = [one[name] for one in found.values() if name in one]
+            values = [shown(setting, one[key]) for one in found.values() for key in one if base(key) == name]
             cells[SHORT.get(name, name)] = f"{statistics.fmean(values):.1f}" if values else ""
-        means = [statistics.fmean(one.values()) for one in found.values() if len(one) == len(names)]
+        every = len(names) * setting.get("rounds", 1)
+        means = [shown(setting, statistics.fmean(one.values())) for one in found.values() if len(one) == every]
         cells["Mean"] = f"{statistics.fmean(means):.2f}" if means else ""
         if len(means) > 1:
             cells["Mean"] += f" +- {statistics.stdev(means):.2f}"
         table.append(cells)
-    what = "1 - mIoU" if setting["split"] else "error"
+    what = "mIoU" if setting["split"] else "error"
     which = f"seed {min(seeds)}" if len(seeds) == 1 else f"mean over seeds {', '.join(map(str, sorted(seeds)))}"
     note = f"online {what} in %, before each update; {which}"
     return "\n".join([tabulate(table, headers="keys", disable_numparse=True), note])
+
+
+def base(corruption: str) -> str:
+    """A corruption's name without its round."""
+    return corruption.partition("@")[0]
+
+
+def shown(setting: dict[str, Any], error: float) -> float:
+    """What a table has of an error: for pixels, mIoU."""
+    return 100 - error if setting["split"] else error
+
+
+def rounds_table(setting: dict[str, Any], rows: list[Row]) -> str:
+    """The mean over the domains, round by round."""
+    from tabulate import tabulate
+
+    errors = [row for row in rows if row.metric == "error"]
+    if setting.get("rounds", 1) == 1 or not errors:
+        return ""
+    lines, table = ordered(errors), []
+    title = labels(lines)
+    for line in lines:
+        by_round: dict[int, list[float]] = {}
+        for one in by_seed(errors, line).values():
+            for name, error in one.items():
+                by_round.setdefault(int(name.partition("@")[2] or 1), []).append(shown(setting, error))
+        cells = {"method": title[line], "lr": "" if line.lr is None else f"{line.lr:g}"}
+        table.append(cells | {str(number): f"{statistics.fmean(by_round[number]):.1f}" for number in sorted(by_round)})
+    return "\n".join([tabulate(table, headers="keys", disable_numparse=True), "mean over the domains, round by round"])
 
 
 def selection_table(rows: list[Row]) -> str:

@@ -14,17 +14,20 @@ import torch
 from common import Environment, Row
 from torch import nn
 from tta_score import Score
-from tta_stream import Stream, open_stream
+from tta_source import WARM_UP_EPOCHS, Source, warm_up
+from tta_stream import SPLITS, Stream, open_stream
 
 from surgeon_fx import zoo
-from surgeon_fx.adapt import METHODS, Adapter
+from surgeon_fx.adapt import METHODS, Adapter, EataLoss, EcoTTA, Window, find_fisher
+from surgeon_fx.losses import logits_of
 from surgeon_fx.zoo.external import require
 from surgeon_fx.zoo.layers import ImageNormalizer
 from surgeon_fx.zoo.resnet import IMAGENET_MEAN, IMAGENET_STD
 
 BENCHMARK = "tta"
+SEEDED = ("surgeon", "cotta", "rotta", "mecta", "ecotta")  # what names of methods that draw at random start with
 FORWARD_ONLY = ("source", "bn_stat")
-NORM_ONLY = ("tent", "surgeon_norm")
+NORM_ONLY = ("tent", "eata", "sar", "rotta", "surgeon_norm", "surgeon_norm_eata", "surgeon_norm_sar")
 DIGITS = 4  # of ratios in rows
 
 
@@ -40,13 +43,19 @@ class Setting:
     severity: int
     limit: int | None
     size: list[int] | None
-    split: str
+    split: str | None
     order: str
     device: str
+    kind: str = "continual"
+    rounds: int = 1
+    window: int | None = None
+    source: str | None = None
 
     def stream(self) -> Stream:
         size = None if self.size is None else (self.size[0], self.size[-1])
-        return open_stream(self.data, self.corruptions, self.severity, self.limit, size, self.split)
+        return open_stream(
+            self.data, self.corruptions, self.severity, self.limit, size, self.split, self.kind, self.rounds
+        )
 
     def build(self) -> nn.Module:
         """A fresh model; random weights are the same each time."""
@@ -55,17 +64,21 @@ class Setting:
 
     def case(self, stream: Stream) -> dict[str, Any]:
         """What rows say of it: names of files without their folders, and the corruptions by name."""
+        split = self.split or SPLITS.get(stream.kind)
+        names = [domain.name for domain in stream.domains if "@" not in domain.name]
+        others = {"stream": (self.kind, "continual"), "rounds": (self.rounds, 1), "window": (self.window, None)}
         return {
             "data": Path(self.data).resolve().name,
             "model": self.model,
             "weights": "random" if self.weights is None else Path(self.weights).name,
             "batch": self.batch,
-            "corruptions": [domain.name for domain in stream.domains],
-            "severity": None if stream.segmentation else self.severity,
+            "corruptions": names,
+            "severity": None if stream.kind == "acdc" else self.severity,
             "limit": self.limit,
             "size": self.size,
-            "split": self.split if stream.segmentation else None,
+            "split": split if stream.segmentation else None,
             "order": self.order,
+            **{name: value for name, (value, usual) in others.items() if value != usual},
         }
 
 
@@ -78,13 +91,30 @@ class Trial:
     lr: float | None
     seed: int
 
-    def adapter(self, model: nn.Module) -> Adapter:
+    def adapter(self, model: nn.Module, setting: Setting | None = None) -> Adapter:
+        """The method, ready to adapt; without a setting, as far as it goes without source data."""
         options = dict(self.options)
+        samples, epochs = options.pop("fisher_samples", None), options.pop("warm_up_epochs", WARM_UP_EPOCHS)
+        limit = options.pop("warm_up_limit", None)
         if self.lr is not None:
             options["lr"] = self.lr
-        if self.method.startswith("surgeon"):
+        if self.method.startswith(SEEDED):
             options["seed"] = self.seed
-        return METHODS[self.method](model, **options)
+        source = None if setting is None else setting.source
+        if samples and source and setting is not None:
+            batches = Source(source, min(setting.batch, samples), samples, self.seed).images()
+            if self.method == "eata":
+                options["fisher"] = batches
+            else:
+                train = "norm" if self.method in NORM_ONLY or self.method.startswith("mecta") else None
+                options["loss"] = EataLoss(fisher=find_fisher(model, batches, train))
+        adapter = METHODS[self.method](model, **options)
+        if isinstance(adapter, EcoTTA) and setting is not None:
+            if source is None:
+                raise ValueError("ecotta needs labelled source data for its warm-up: --source names it")
+            key = {"model": setting.model, "weights": setting.weights and Path(setting.weights).name, "seed": self.seed}
+            warm_up(adapter, source, setting.batch, epochs, limit, {**key, "options": self.options})
+        return adapter
 
     def __str__(self) -> str:
         lr = "" if self.lr is None else f" lr {self.lr:g}"
@@ -129,7 +159,10 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 class Runner:
-    """Runs trials over a stream and writes their rows; what `known` rows have is not run again."""
+    """Runs trials over a stream and writes their rows; what `known` rows have is not run again.
+
+    `states` is a file for the adapter's state at the end of each domain: where a run was interrupted, it goes on there.
+    """
 
     def __init__(
         self,
@@ -138,8 +171,9 @@ class Runner:
         here: Environment,
         write: Callable[[Row], None],
         known: Iterable[Row] = (),
+        states: Path | None = None,
     ) -> None:
-        self.setting, self.stream, self.here, self.write = setting, stream, here, write
+        self.setting, self.stream, self.here, self.write, self.states = setting, stream, here, write, states
         self.case = setting.case(stream)
         self.known = {identity(row.metric, row.provider, row.case): row for row in known}
 
@@ -160,23 +194,56 @@ class Runner:
     def _adapt(self, trial: Trial, metric: str, domains: list[Any]) -> list[float]:
         from tqdm import tqdm
 
-        setting, errors = self.setting, []
+        setting = self.setting
         model = setting.build()
         torch.manual_seed(trial.seed)
-        adapter = trial.adapter(model)
-        total = sum(-(-len(domain) // setting.batch) for domain in domains)
+        adapter: Any = trial.adapter(model, setting)
+        adapter = adapter if setting.window is None else Window(adapter, setting.window)
+        errors = self._restore(trial, metric, domains, adapter)
+        total = sum(-(-len(domain) // setting.batch) for domain in domains[len(errors) :])
         with tqdm(total=total, desc=str(trial), unit="batch", leave=False) as bar:
-            for position, domain in enumerate(domains):
+            for position, domain in list(enumerate(domains))[len(errors) :]:
+                if position and setting.kind == "reset":
+                    adapter.reset()
                 score = Score(self.stream.classes, self.stream.segmentation)
                 trace = Trace()
                 for x, y in domain.batches(setting.batch, trial.seed):
-                    logits = adapter(x.to(setting.device))
+                    logits = logits_of(adapter(x.to(setting.device)))
                     trace.add(score.add(logits, y), adapter)
                     bar.set_postfix_str(f"{domain.name} {score.error:.1f} %", refresh=False)
                     bar.update()
                 errors.append(score.error)
                 self._write(trial, metric, domain.name, position, score.error, trace)
+                self._save(trial, metric, domains, adapter, len(errors))
         return errors
+
+    def _restore(self, trial: Trial, metric: str, domains: list[Any], adapter: Any) -> list[float]:
+        """The errors that an interrupted run of the same kind left, with the adapter in the state it was in."""
+        if self.states is None or not self.states.exists():
+            return []
+        saved = torch.load(self.states, weights_only=True, map_location=self.setting.device)
+        cases = [self._case(trial, domain.name) for domain in domains[: saved["done"]]]
+        rows = [self.known.get(identity(metric, trial.method, case)) for case in cases]
+        if saved["run"] != self._run(trial, metric, domains) or any(row is None or row.p50 is None for row in rows):
+            return []
+        adapter.load_state_dict(saved["state"])
+        return [row.p50 for row in rows if row is not None and row.p50 is not None]
+
+    def _save(self, trial: Trial, metric: str, domains: list[Any], adapter: Any, done: int) -> None:
+        if self.states is None:
+            return
+        if done == len(domains):
+            self.states.unlink(missing_ok=True)
+        elif hasattr(adapter, "state_dict"):
+            part = self.states.with_suffix(".part")
+            run = self._run(trial, metric, domains)
+            torch.save({"run": run, "done": done, "state": adapter.state_dict()}, part)
+            part.replace(self.states)
+
+    def _run(self, trial: Trial, metric: str, domains: list[Any]) -> str:
+        """What a saved state belongs to."""
+        names = [domain.name for domain in domains]
+        return json.dumps([identity(metric, trial.method, self._case(trial, "")), names])
 
     def _write(self, trial: Trial, metric: str, name: str, position: int, error: float, trace: Trace) -> None:
         case, count = self._case(trial, name), len(trace.errors)
@@ -204,8 +271,8 @@ class Trace:
         self.at: list[int] = []  # batches with a refresh
         self.ratios: list[list[float]] = []
 
-    def add(self, error: float, adapter: Adapter) -> None:
-        importance = getattr(adapter, "importance", None)
+    def add(self, error: float, adapter: Any) -> None:
+        importance = getattr(getattr(adapter, "adapter", adapter), "importance", None)
         if adapter.last.refreshed and importance is not None:
             self.layers = list(importance.p)
             self.at.append(len(self.errors))

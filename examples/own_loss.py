@@ -27,7 +27,7 @@ model = nn.Sequential(
 )
 adapter = adapt.Surgeon(
     model,
-    loss_fn=balanced,
+    loss=balanced,
     optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20),
     train=lambda name, parameter: not name.startswith("0."),  # the first convolution stays as it is

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +17,46 @@ def logits_of(output: Any) -> Tensor:
     """The class scores among what a model returns: classes along dimension 1."""
     if isinstance(output, Tensor):
         return output
-    if isinstance(output, dict):
-        output = next((output[key] for key in ("logits", "out") if key in output), None)
-    elif isinstance(output, (tuple, list)):
-        output = output[0] if output else None
-    if not isinstance(output, Tensor):
+    key = _key_of(output)
+    found = None if key is None else output[key] if isinstance(output, (dict, tuple, list)) else getattr(output, key)
+    if not isinstance(found, Tensor):
         raise ValueError(
-            "the model must return class scores: a tensor, a tuple that starts with one, or a dict with "
-            "'logits' or 'out'; pass a loss_fn of your own otherwise"
+            "the model must return class scores: a tensor, a tuple that starts with one, or a dict or an object with "
+            "'logits' or 'out'; pass a loss of your own otherwise"
         )
-    return output
+    return found
+
+
+def with_logits(output: Any, logits: Tensor) -> Any:
+    """What a model returned, with other class scores in their place."""
+    logits_of(output)
+    key = _key_of(output)
+    if isinstance(output, Tensor):
+        return logits
+    if isinstance(output, dict):
+        new = copy.copy(output)
+        new[key] = logits
+        return new
+    if isinstance(output, (tuple, list)):
+        make = getattr(output, "_make", type(output))  # named tuples take their values one by one
+        return make([logits, *output[1:]])
+    new = copy.copy(output)
+    setattr(new, str(key), logits)
+    return new
+
+
+def _key_of(output: Any) -> Any:
+    """Where the class scores are; None where there are none."""
+    if isinstance(output, (tuple, list)):
+        return 0 if output else None
+    has = output.__contains__ if isinstance(output, dict) else partial(hasattr, output)
+    return next((key for key in ("logits", "out") if has(key)), None)
+
+
+def predictions(output: Any) -> Tensor:
+    """Class scores, a row for each prediction: one a sample, or one a pixel where the scores are maps."""
+    logits = logits_of(output)
+    return logits.movedim(1, -1).reshape(-1, logits.shape[1])
 
 
 def entropies(output: Any) -> Tensor:

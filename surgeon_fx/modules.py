@@ -70,6 +70,20 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def last_stage(model: nn.Module) -> set[str]:
+    """Names of the modules from the last stage on: the last of several rows of blocks, or the last quarter of one."""
+    names = list(blocks(model))
+    rows = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    if len(rows) > 1:
+        first = next(name for name in names if name.rpartition(".")[0] == rows[-1])
+    elif len(names) >= 4:
+        first = names[-(len(names) // 4)]
+    else:
+        return set()
+    every = [name for name, _ in model.named_modules()]
+    return set(every[every.index(first) :])
+
+
 def _layers(module: nn.Module) -> int:
     return sum(next(iter(part._parameters.values()), None) is not None for part in module.modules())
 

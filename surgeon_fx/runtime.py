@@ -158,7 +158,7 @@ class Forward:
         return result
 
     def _is_compiled_by_others(self) -> bool:
-        """While ours captures, a model is told that nobody compiles: see `passes.prepare_dynamo.py`."""
+        """While ours captures, a model is told that nobody compiles: see `passes/prepare_dynamo.py`."""
         compiles = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
         return compiles and self.module is self.rewrite.module and torch.is_grad_enabled()
 

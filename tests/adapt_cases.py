@@ -1,10 +1,32 @@
 """Small networks to adapt."""
 
+import torch
 from torch import nn
 
 from surgeon_fx import adapt
 
 LEARNING = [name for name in adapt.METHODS if name not in ("source", "bn_stat")]
+TEACHERS = ["rotta", "cotta"]
+OWN_STATISTICS = ["rotta", "mecta", "mecta_eata", "ecotta"]
+
+
+def build(name, model, **options):
+    """The adapter of a name, ready to adapt: in small where it waits for many samples, or for labelled ones."""
+    if name == "rotta":
+        options = {"capacity": 4, **options}
+    if name == "ecotta":
+        options = {"parts": 1, **options}
+    if name == "sar":
+        options = {"floor": 0.0, **options}  # so small a network is too sure for it
+    if name == "surgeon_norm_sar":
+        options = {"loss": adapt.SarLoss(floor=0.0), **options}
+    adapter = adapt.METHODS[name](model, **options)
+    if name == "ecotta":
+        generator = torch.Generator().manual_seed(0)
+        x = torch.rand(2, 8, 3, 12, 12, generator=generator)
+        y = torch.randint(0, 3, (2, 8), generator=generator)
+        adapter.warm_up(list(zip(x, y, strict=True)), epochs=2)
+    return adapter
 
 
 class Unit(nn.Module):
@@ -12,7 +34,7 @@ class Unit(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6)
+        self.conv, self.norm = nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6)
 
     def forward(self, x):
         return self.norm(self.conv(x)).relu()
@@ -42,3 +64,12 @@ class Pixels(nn.Module):
 
     def forward(self, x):
         return {"out": self.body(x)}
+
+
+def seeing(model):
+    """A model as adapters have it during a step: evaluation mode, and batch norms that see the batch."""
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.train()
+    return model

@@ -19,6 +19,27 @@ def picture(path, size, value, mode="RGB"):
     Image.new(mode, size, value).save(path)
 
 
+def samples(folder, count=6, size=16):
+    """ImageNet images by their class."""
+    for i in range(count):
+        picture(folder / f"{7 * i:04d}_n{i:08d}.jpg", (size, size), (40 * i, 100, 200 - 20 * i))
+    return folder
+
+
+def camvid(folder, count=3, size=(48, 32)):
+    """Road scenes: by day and at dusk, half of each road (class 3), half void."""
+    for split in ("train", "val", "test"):
+        for sequence in ("0001TP", "Seq05VD"):
+            for i in range(count):
+                picture(folder / split / "images" / f"{sequence}_{i:05d}.jpg", size, (60 * i, 90, 120))
+                picture(folder / split / "labels" / f"{sequence}_{i:05d}.png", size, 3, "L")
+                path = folder / split / "labels" / f"{sequence}_{i:05d}.png"
+                label = np.array(Image.open(path))
+                label[:, : size[0] // 2] = 11
+                Image.fromarray(label).save(path)
+    return folder
+
+
 def acdc(folder):
     for condition in ("snow", "fog"):
         for i in range(3):

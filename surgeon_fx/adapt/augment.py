@@ -1,4 +1,4 @@
-"""The other view of a batch that consistency compares with: CoTTA's augmentation, drawn once for the whole batch."""
+"""Other views of a batch: CoTTA's augmentation, drawn once for the whole batch, and that of EcoTTA's warm-up."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ DEGREES, SHIFT, SCALE, BLUR, NOISE = 15.0, 1 / 16, (0.9, 1.1), (0.001, 0.5), 0.0
 
 def augment(x: Tensor, generator: torch.Generator) -> Tensor:
     """Jitter in a random order, a small affine move, blur, a flip, noise. Images N x C x H x W, pixels in [0, 1]."""
-    if x.dim() != 4 or not x.is_floating_point():
-        raise ValueError(f"the default augmentation is for images, N x C x H x W; pass augment= for {tuple(x.shape)}")
-    if x.min() < 0 or x.max() > 1:
-        raise ValueError(
-            "the default augmentation is for pixels in [0, 1]: put the normalisation inside the model, or pass augment="
-        )
+    _check(x)
     transforms = require("torchvision.transforms.v2.functional")
 
     def draw(low: float, high: float) -> float:
@@ -57,3 +52,33 @@ def augment(x: Tensor, generator: torch.Generator) -> Tensor:
         x = x.flip(3)
     noise = torch.randn(x.shape, generator=generator).to(x)
     return (x + NOISE * noise).clamp(0, 1)
+
+
+def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Colors changed in some images, others blurred or grey: 0.4, 0.2 and 0.1 of them. Pixels in [0, 1]."""
+    _check(x)
+    transforms = require("torchvision.transforms.v2.functional")
+
+    def draw(low: float, high: float) -> float:
+        return low + (high - low) * float(torch.rand((), generator=generator))
+
+    def some(share: float) -> Tensor:
+        return (torch.rand(len(x), generator=generator) < share).view(-1, 1, 1, 1).to(x.device)
+
+    changed = x
+    for name in ("brightness", "contrast", "saturation"):
+        changed = getattr(transforms, f"adjust_{name}")(changed, draw(0.6, 1.4))
+    changed = transforms.adjust_hue(changed, draw(-0.1, 0.1)) if x.shape[1] == 3 else changed
+    x = torch.where(some(0.4), changed, x)
+    x = torch.where(some(0.2), transforms.gaussian_blur(x, [3, 3], [draw(0.1, 2.0)] * 2), x)
+    return torch.where(some(0.1), x.mean(1, keepdim=True).expand_as(x), x)
+
+
+def _check(x: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dim() != 4 or not x.is_floating_point():
+        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"the default augmentation is for images, N x C x H x W; pass augment= for {found}")
+    if x.min() < 0 or x.max() > 1:
+        raise ValueError(
+            "the default augmentation is for pixels in [0, 1]: put the normalisation inside the model, or pass augment="
+        )

@@ -16,13 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import SUPPORTED_NODES, tree_map_only
 
+from surgeon_fx.adapt.losses import Loss, as_loss
 from surgeon_fx.adapt.statistics import adapting
 from surgeon_fx.api import is_transformed
 from surgeon_fx.inputs import batch_size, call, on_one_device
-from surgeon_fx.losses import entropy
 from surgeon_fx.modules import Trains, trains
-
-Loss = Callable[[Any], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,7 @@ class Step:
     skipped: str = ""
     refreshed: bool = False
     selected: int | None = None  # predictions the loss looked at, where it chooses
+    reset: bool = False  # the method gave up on what it had learnt, and began again
 
 
 class Adapter:
@@ -44,10 +43,11 @@ class Adapter:
 
     `optimizer` is an optimizer over `trained`, or a function that makes one of a list of parameters (default: Adam
     with `lr`); what it does not hold is not trained. `scheduler` is a scheduler, or makes one of the optimizer, and
-    steps after every update. `loss_fn` takes what the model returns; None from it means that there is nothing to learn.
-    `train` says what is trained, as in `surgeon_fx.plan`. `prior` mixes source and batch statistics in batch norms, as
-    if `prior` source samples were in the batch: for small batches; the mixture counts as constant in backward.
-    `resettable=False` does without the copy of the trained parameters that `reset` needs.
+    steps after every update. `loss` is a name in `surgeon_fx.adapt.LOSSES`, a `Loss`, or a function of what the model
+    returns, whose None means that there is nothing to learn; `loss_fn` is another name for it. `train` says what is
+    trained, as in `surgeon_fx.plan`. `prior` mixes source and batch statistics in batch norms, as if `prior` source
+    samples were in the batch: for small batches; the mixture counts as constant in backward. `resettable=False` does
+    without the copy of the trained parameters that `reset` needs.
     """
 
     lr: float = 1e-4
@@ -60,7 +60,8 @@ class Adapter:
         lr: float | None = None,
         optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
         scheduler: Any = None,
-        loss_fn: Loss = entropy,
+        loss: str | Loss | Callable[[Any], Tensor | None] = "entropy",
+        loss_fn: Callable[[Any], Tensor | None] | None = None,
         train: Trains = None,
         prior: float = 0.0,
         resettable: bool = True,
@@ -71,27 +72,38 @@ class Adapter:
             raise ValueError("lr must not be negative, and is the optimizer's own where an optimizer is given")
         if prior < 0:
             raise ValueError(f"prior must be a number of samples, 0 or more, got {prior}")
-        self.model, self.loss_fn, self.prior = model, loss_fn, prior
+        if loss_fn is not None and loss != "entropy":
+            raise ValueError("loss and loss_fn are two names for one thing: give one of them")
+        self.model, self.prior, self.resettable = model, prior, resettable
+        self.loss = as_loss(loss if loss_fn is None else loss_fn)
         chosen = trains(model, train)
         self.trained = {name: p for name, p in model.named_parameters() if chosen(name, p)}
         self.optimizer = self._optimizer(optimizer, self.lr if lr is None else lr)
         self.scheduler = self._scheduler(scheduler)
         self.last = Step()
         self._warned = False
+        self.loss.check(self)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Takes the present state as the one to go back to."""
         with torch.inference_mode(False):
-            self._initial = copy.deepcopy(self.state_dict()) if resettable else None
+            self._initial = copy.deepcopy(self.state_dict()) if self.resettable else None
 
     def _optimizer(self, given: Any, lr: float) -> Optimizer | None:
         parameters = list(self.trained.values())
         if not parameters:
             return None
         if not isinstance(given, Optimizer):
-            return torch.optim.Adam(parameters, lr=lr) if given is None else given(parameters)
+            return self._usual_optimizer(parameters, lr) if given is None else given(parameters)
         known = {id(p) for group in given.param_groups for p in group["params"]}
         self.trained = {name: p for name, p in self.trained.items() if id(p) in known}
         if not self.trained:
             raise ValueError("optimizer holds none of the parameters that are trained; pass a function that makes one")
         return given
+
+    def _usual_optimizer(self, parameters: list[nn.Parameter], lr: float) -> Optimizer:
+        return torch.optim.Adam(parameters, lr=lr)
 
     def _scheduler(self, given: Any) -> Any:
         if self.optimizer is None or given is None:
@@ -105,58 +117,79 @@ class Adapter:
         batch_size(x)
         with torch.inference_mode(False), self._adapting(), torch.set_grad_enabled(bool(self.trained)):
             x = _apart(x)
-            self._zero_grad()
+            self.zero_grad()
             try:
-                output = self._learn(x) if self.trained else call(self.model, x)
+                output = self._learn(x) if self.trained else self._forward(x)
             finally:
-                self._zero_grad()
+                self.zero_grad()
         return _detached(output)
+
+    @torch.no_grad()
+    def predict(self, x: Any) -> Any:
+        """The predictions for a batch as the adapter would make them, without learning from it."""
+        batch_size(x)
+        with torch.inference_mode(False), self._adapting():
+            return _detached(self._forward(_apart(x)))
 
     def _adapting(self) -> contextlib.AbstractContextManager[None]:
         return adapting(self.model, self.trained.values(), self.statistics, self.prior)
 
+    def _forward(self, x: Any) -> Any:
+        """The predictions, as a call makes them."""
+        return call(self.model, x)
+
     def _learn(self, x: Any) -> Any:
-        """One forward, one backward, one update."""
-        output = call(self.model, x)
-        self.last = self._backward(self._loss(output))
-        self._update()
-        return output
+        """What a call does: by default one step of the loss."""
+        return self.loss.step(self, x)
 
-    def _loss(self, output: Any) -> Tensor | None:
-        return self.loss_fn(output)
-
-    def _backward(self, loss: Tensor | None) -> Step:
-        """Backward from a loss that has something to say."""
+    def backward(self, loss: Tensor | None) -> None:
+        """Backward from a loss that has something to say; `last` says how it went."""
+        selected = self.loss.selected
         if loss is None:
-            return Step(skipped="no sample was chosen")
+            self.last = Step(skipped="no sample was chosen", selected=selected)
+            return
         value = float(loss.detach())
-        if not torch.isfinite(loss.detach()):
+        if math.isfinite(value):
+            loss.backward()
+            self.last = Step(value, selected=selected)
+        else:
             self._warn(f"the loss is {value}: the model is left as it is")
-            return Step(value, skipped=f"the loss is {value}")
-        loss.backward()
-        return Step(value)
+            self.last = Step(value, f"the loss is {value}", selected=selected)
 
-    def _update(self) -> None:
-        """Steps, unless there is no gradient or one that is not finite."""
+    def has_finite_gradient(self) -> bool:
+        """Whether there is a gradient and all of it is finite; `last` says so where it is not."""
         grads = [p.grad for p in self.trained.values() if p.grad is not None]
         values = [g.coalesce().values() if g.is_sparse else g for g in grads if g.numel()]
         if values and not torch.isfinite(on_one_device(torch.linalg.vector_norm(x, math.inf) for x in values)).all():
             self._warn("a gradient is not finite: the model is left as it is")
-            self.last = Step(self.last.loss, "a gradient is not finite", self.last.refreshed, self.last.selected)
-        elif grads:
-            assert self.optimizer is not None
-            self.optimizer.step()
-            torch.clear_autocast_cache()  # of casts of what the weights were
-            if isinstance(self.scheduler, ReduceLROnPlateau):
-                self.scheduler.step(self.last.loss or 0.0)
-            elif self.scheduler is not None:
-                self.scheduler.step()
+            self.last = replace(self.last, skipped="a gradient is not finite")
+            return False
+        return bool(grads)
 
-    def _zero_grad(self) -> None:
+    def update(self) -> bool:
+        """Steps, unless there is no gradient or one that is not finite. Whether it did."""
+        if not self.has_finite_gradient():
+            return False
+        assert self.optimizer is not None
+        self.optimizer.step()
+        torch.clear_autocast_cache()  # of casts of what the weights were
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(self.last.loss or 0.0)
+        elif self.scheduler is not None:
+            self.scheduler.step()
+        return True
+
+    def zero_grad(self) -> None:
         """Of all that the optimizer would step."""
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             for parameter in group["params"]:
                 parameter.grad = None
+
+    def recover(self) -> None:
+        """`reset` in the middle of a step: `last` still tells of that step, and that it was undone."""
+        step, warned = self.last, self._warned
+        self.reset()
+        self.last, self._warned = replace(step, reset=True), warned
 
     def _warn(self, message: str) -> None:
         """Once an adapter: `last.skipped` says it every time."""
@@ -178,6 +211,7 @@ class Adapter:
             "trained": {name: parameter.detach() for name, parameter in self.trained.items()},
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "loss": self.loss.state_dict(),
             **self._own_state(),
         }
 
@@ -197,6 +231,7 @@ class Adapter:
         for own, saved in parts:
             if own is not None:
                 own.load_state_dict(copy.deepcopy(saved))
+        self.loss.load_state_dict(state["loss"])
         self._load_own_state(state)
 
     def _own_state(self) -> dict[str, Any]:

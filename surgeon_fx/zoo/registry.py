@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from torch import nn
 
 from surgeon_fx.zoo.cifar import CifarResNet, CifarResNeXt, WideResNet
 from surgeon_fx.zoo.external import SOURCES, require, unknown
+from surgeon_fx.zoo.layers import ImageNormalizer
 from surgeon_fx.zoo.resnet import IMAGENET_MEAN, IMAGENET_STD, DeepLabV3Plus, normalized_resnet50
 from surgeon_fx.zoo.segformer import SegFormer
 from surgeon_fx.zoo.vit import VisionTransformer
@@ -40,6 +42,14 @@ def _normalised(
 
 segformer_b0 = partial(SegFormer, depths=(2, 2, 2, 2), dims=(32, 64, 160, 256), head_dim=256)
 
+
+def segformer_camvid(**options: Any) -> nn.Sequential:
+    """A SegFormer below B0's size behind ImageNet's normalisation, for the eleven classes of CamVid."""
+    size = {"depths": (2, 2, 2, 2), "dims": (32, 64, 128, 192), "heads": (1, 2, 4, 6), "head_dim": 128, "classes": 11}
+    normalize = ImageNormalizer(IMAGENET_MEAN, IMAGENET_STD)
+    return nn.Sequential(OrderedDict(normalize=normalize, model=SegFormer(**{**size, **options})))
+
+
 ENTRIES = {
     entry.name: entry
     for entry in (
@@ -58,6 +68,13 @@ ENTRIES = {
         ),
         _normalised("segformer_b5", SegFormer, (1, 3, 540, 960), 19, "SegFormer-B5, logits at stride 4"),
         _normalised("segformer_b0", segformer_b0, (1, 3, 540, 960), 19, "SegFormer-B0, logits at stride 4"),
+        Entry(
+            "segformer_camvid",
+            segformer_camvid,
+            (1, 3, 240, 320),
+            11,
+            "SegFormer below B0's size, CamVid, logits at stride 4; normalises inside",
+        ),
         _normalised("resnet20_cifar", partial(CifarResNet, depth=20), CIFAR, 10, "ResNet-20, CIFAR-10"),
         _normalised("resnet32_cifar", partial(CifarResNet, depth=32), CIFAR, 10, "ResNet-32, CIFAR-10"),
         _normalised("resnet56_cifar", partial(CifarResNet, depth=56), CIFAR, 10, "ResNet-56, CIFAR-10"),

@@ -11,6 +11,6 @@ from pathlib import Path
 BENCH = str(Path(__file__).parents[2] / "bench")
 
 sys.path.insert(0, BENCH)
-for name in ("memory_plan", "tta"):
+for name in ("corruptions", "memory_plan", "train_segmentation", "tta"):
     importlib.import_module(name)
 sys.path.remove(BENCH)

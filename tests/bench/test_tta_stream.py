@@ -1,10 +1,13 @@
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from stream_cases import acdc, cifar, picture
+from corruptions import corrupt
+from stream_cases import acdc, camvid, cifar, picture, samples
+from tta_domain import RAMP
 from tta_score import Score
 from tta_stream import CORRUPTIONS, open_stream
 
@@ -71,16 +74,20 @@ def test_random_order_is_drawn_from_the_seed(tmp_path):
     ("options", "message"),
     [
         ({"corruptions": ["gausian_noise"]}, "did you mean gaussian_noise"),
-        ({"corruptions": ["zzz"]}, "there are clean, fog, gaussian_noise"),
+        ({"corruptions": ["zzz"]}, "there are clean, fog, gaussian_noise, odd"),
         ({"corruptions": ["fog", "fog"]}, "must differ"),
         ({"severity": 6}, "severity must be 1 to 5, got 6"),
-        ({"severity": 2}, "holds one severity alone"),
+        ({"corruptions": ["odd"], "severity": 2}, "holds one severity alone"),
+        ({"kind": "sorted"}, "stream must be one of continual, reset, gradual, mixed, correlated"),
+        ({"kind": "mixed:2"}, "stream must be one of"),
+        ({"kind": "correlated:x"}, "must be above 0"),
+        ({"rounds": 0}, "rounds must be 1 or more"),
         ({"limit": 0}, "limit must be 1 or more"),
     ],
 )
 def test_what_cannot_be_is_said(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
-        open_stream(cifar(tmp_path), **options)
+        open_stream(cifar(tmp_path, names=("fog", "gaussian_noise", "clean", "odd")), **options)
 
 
 def test_folders_and_files_that_are_not_what_they_should_be(tmp_path):
@@ -171,6 +178,111 @@ def test_the_error_of_pixels_is_one_minus_miou():
     assert Score(19, segmentation=True).add(logits, torch.full((1, 2, 4), 255)) == 0
     with pytest.raises(ValueError, match="19 logits a pixel"):
         score.add(torch.zeros(1, 5, 1, 2), y)
+
+
+def colorful(folder, count=12, classes=3):
+    """One severity of two corruptions, and the clean images."""
+    folder.mkdir(exist_ok=True)
+    for i, name in enumerate(("fog", "contrast", "clean")):
+        images = np.random.default_rng(i).integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
+        np.save(folder / f"{name}.npy", images)
+    np.save(folder / "labels.npy", np.arange(count) % classes)
+    return folder
+
+
+def test_other_severities_are_made_of_clean_images(tmp_path):
+    folder = colorful(tmp_path)
+    (fog, contrast) = open_stream(folder, severity=3).domains
+    clean = torch.from_numpy(np.load(folder / "clean.npy")).permute(0, 3, 1, 2).float() / 255
+    for domain in (fog, contrast):
+        x, y = domain.read([5, 2])
+        assert torch.equal(x, corrupt(clean[[5, 2]], domain.name, 3, [5, 2]))
+        assert y.tolist() == [2, 2]
+    theirs = open_stream(folder).domains[0].read([0])[0]
+    assert torch.equal(theirs[0], torch.from_numpy(np.load(folder / "fog.npy"))[0].permute(2, 0, 1).float() / 255)
+
+
+def test_gradual_goes_up_and_down(tmp_path):
+    folder = colorful(tmp_path)
+    stream = open_stream(folder, kind="gradual", limit=4)
+    assert [domain.name for domain in stream.domains] == ["fog", "contrast"]
+    ramp = stream.domains[1]
+    assert len(ramp) == 4 * 9
+    found = [x for x, _ in ramp.batches(4, seed=1)]
+    assert len(found) == 9
+    for x, severity in zip(found, RAMP, strict=True):
+        level = open_stream(folder, severity=severity, limit=4).domains[1]
+        assert torch.equal(x, next(iter(level.batches(4, seed=1)))[0])
+    assert torch.equal(found[1], found[7])
+    assert not torch.equal(found[1], found[2])
+
+
+def test_mixed_shuffles_all_domains_together(tmp_path):
+    stream = open_stream(cifar(tmp_path, names=("fog", "snow")), kind="mixed")
+    (domain,) = stream.domains
+    assert (domain.name, len(domain)) == ("mixed", 20)
+    first, again, other = (list(chain(*numbers_of(domain, 6, seed))) for seed in (0, 0, 1))
+    assert first == again != other
+    assert Counter(first) == dict.fromkeys(range(10), 2)
+
+
+def test_correlated_sorts_by_class(tmp_path):
+    folder = cifar(tmp_path, count=200, labels=np.random.default_rng(0).permutation(200) % 5)
+
+    def runs(kind, seed=0):
+        domain = open_stream(folder, kind=kind).domains[0]
+        labels = torch.cat([y for _, y in domain.batches(64, seed)])
+        assert Counter(labels.tolist()) == dict.fromkeys(range(5), 40)
+        return int((labels.diff() != 0).sum()), labels
+
+    mixed, sorted_some, sorted_all = (runs(kind)[0] for kind in ("continual", "correlated:100", "correlated:0.01"))
+    assert mixed > 120
+    assert sorted_some < 40  # five slots, five classes in each
+    assert sorted_all <= sorted_some
+    assert sorted_all < 15
+    assert torch.equal(runs("correlated")[1], runs("correlated:0.1")[1])
+    assert not torch.equal(runs("correlated")[1], runs("correlated", seed=1)[1])
+    with pytest.raises(ValueError, match="sorts images by class, and those of 'fog' have none"):
+        open_stream(acdc(tmp_path / "a"), kind="correlated")
+
+
+def test_rounds_come_again_under_other_names(tmp_path):
+    stream = open_stream(cifar(tmp_path), rounds=3)
+    assert [domain.name for domain in stream.domains] == [
+        *("gaussian_noise", "fog", "gaussian_noise@2", "fog@2", "gaussian_noise@3", "fog@3")
+    ]
+    assert numbers_of(stream.domains[0]) == numbers_of(stream.domains[4])
+
+
+def test_imagenet_images_have_their_class_in_their_name(tmp_path):
+    stream = open_stream(samples(tmp_path), size=(16, 16), corruptions=["clean", "contrast", "dark"], limit=3)
+    assert (stream.kind, stream.classes) == ("imagenet", 1000)
+    x, y = stream.domains[0].read([0, 2, 5])
+    assert y.tolist() == [0, 14, 35]
+    assert torch.equal(stream.domains[1].read([0, 2, 5])[0], corrupt(x, "contrast", 5, [0, 2, 5]))
+    assert sorted(stream.domains[2].labels) == [0, 14, 28]
+    assert [domain.name for domain in open_stream(tmp_path).domains] == list(CORRUPTIONS)
+    assert open_stream(tmp_path, limit=1).domains[0].read([0])[0].shape == (1, 3, 224, 224)
+
+
+def test_camvid_by_day_at_dusk_and_in_made_weather(tmp_path):
+    stream = open_stream(camvid(tmp_path), size=(16, 24))
+    assert stream.segmentation
+    assert stream.classes == 11
+    assert [domain.name for domain in stream.domains] == ["day", "dusk", "fog", "snow", "night"]
+    day, dusk, fog = stream.domains[:3]
+    assert len(day) == len(dusk) == 3
+    x, y = day.read([0, 2])
+    assert x.shape == (2, 3, 16, 24)
+    assert y.shape == (2, 32, 48)
+    assert set(y.unique().tolist()) == {3, 255}
+    assert torch.equal(fog.read([0, 2])[0], corrupt(x, "fog", 5, [0, 2]))
+    assert len(open_stream(tmp_path, split="val", corruptions=["motion_blur"]).domains) == 1
+    with pytest.raises(ValueError, match="gradual stream changes the severity"):
+        open_stream(tmp_path, kind="gradual")
+    (tmp_path / "test/labels/0001TP_00001.png").unlink()
+    with pytest.raises(ValueError, match=r"labels/\*.png of the same names"):
+        open_stream(tmp_path)
 
 
 @pytest.mark.skipif(not CORRUPTED.exists(), reason="the corrupted CIFAR-10 images are not beside the checkout")

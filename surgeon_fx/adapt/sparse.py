@@ -1,83 +1,33 @@
-"""The methods: forward only, trained in eager, trained with less memory."""
+"""Methods on a transformed model: what backward needs is kept pruned."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from surgeon_fx.adapt.augment import augment as default_augment
-from surgeon_fx.adapt.base import Adapter, Step
+from surgeon_fx.adapt.base import Adapter
+from surgeon_fx.adapt.eager import NORM_LR, FullTuning
 from surgeon_fx.adapt.shift import Shift
-from surgeon_fx.adapt.statistics import batch_norms
 from surgeon_fx.api import is_transformed, ratios, transform
 from surgeon_fx.importance import SAMPLES, Importance, refresh
 from surgeon_fx.inputs import call
 from surgeon_fx.kernels.layout import check_ratio
-from surgeon_fx.losses import certain_entropy, consistency, entropy, logits_of
-from surgeon_fx.modules import Trains, blocks, checkpointed_blocks
+from surgeon_fx.losses import consistency, logits_of
+from surgeon_fx.modules import Trains
 
-NORM_LR = 1e-3  # norm layers bear more than the whole network does
 CONSISTENCY = 0.01  # weight of the consistency term, per class
 
 
-def _nothing(name: str, parameter: nn.Parameter) -> bool:
-    return False
-
-
-class Source(Adapter):
-    """The model as it is, in evaluation mode."""
-
-    statistics = False
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, train=_nothing)
-
-
-class BNStat(Adapter):
-    """Batch norms use the statistics of the batch, mixed with the source's by `prior`; nothing is trained."""
-
-    def __init__(self, model: nn.Module, *, prior: float = 0.0) -> None:
-        super().__init__(model, train=_nothing, prior=prior)
-        self._needs(bool(batch_norms(self.model)), "needs batch norm layers, and this model has none")
-
-
-class FullTuning(Adapter):
-    """Entropy of the predictions, by every parameter that requires a gradient, in plain eager autograd."""
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._needs(bool(self.trained), "has nothing to train: no parameter requires a gradient")
-
-
-class Tent(Adapter):
-    """Entropy of the predictions, by the weights and biases of norm layers (Wang et al., ICLR 2021), in eager."""
-
-    lr = NORM_LR
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **{"train": "norm", **options})
-        self._needs(bool(self.trained), "trains norm layers, and this model has none with weights: try FullTuning")
-
-
-class Checkpointed(FullTuning):
-    """Full tuning with gradient checkpointing: each block keeps its inputs alone and runs again in backward."""
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._needs(bool(blocks(model)), "found no blocks: modules of two layers or more in a Sequential or ModuleList")
-
-    @contextlib.contextmanager
-    def _adapting(self) -> Iterator[None]:
-        with super()._adapting(), checkpointed_blocks(self.model):
-            yield
-
-
 class StaticSparsity(FullTuning):
-    """Full tuning with one ratio for every layer, as DropIT and BackRazor have it, in memory that is really freed."""
+    """Full tuning with one ratio for every layer, as DropIT and BackRazor have it, in memory that is really freed.
+
+    `train` and `loss` are as everywhere: "norm" and "eata" make it EATA on a transformed model.
+    """
 
     def __init__(self, model: nn.Module, *, ratio: float = 0.9, **options: Any) -> None:
         super().__init__(_transformed(model), **options)
@@ -98,8 +48,8 @@ class Surgeon(Adapter):
     with an augmented view of the batch, made by `augment` (default: for images with pixels in [0, 1]), one graph at a
     time. The importance pass runs on `samples` of a batch at `static_ratio`: before every batch, or every `every`-th
     (None: the first), and with `on_shift` when the inputs no longer look like those of the last pass (True, or the
-    threshold of `adapt.shift.Shift`). `loss_fn` sees those samples too. `seed` is that of the samples chosen and of the
-    augmentation.
+    threshold of `adapt.shift.Shift`). A function as `loss` sees those samples too; in place of a named one, plain
+    entropy does. `seed` is that of the samples chosen and of the augmentation.
     """
 
     def __init__(
@@ -124,8 +74,8 @@ class Surgeon(Adapter):
             raise ValueError(f"every must be 1 or more, or None for the first batch alone, got {every}")
         if samples is not None and samples < 1:
             raise ValueError(f"samples must be at least 1, or None for the whole batch, got {samples}")
-        if css and "loss_fn" in options:
-            raise ValueError("css chooses samples by their entropy and brings its own loss: leave out loss_fn or css")
+        if css and ("loss" in options or "loss_fn" in options):
+            raise ValueError("css chooses samples by their entropy and brings its own loss: leave out loss or css")
         if augment is not None and not cr:
             raise ValueError("augment is the view that cr compares with: set cr=True")
         if norm_only and train is not None:
@@ -140,10 +90,13 @@ class Surgeon(Adapter):
         if lr is None and optimizer is None:
             lr = NORM_LR if norm_only else self.lr
         train = "norm" if norm_only else train
+        if css:
+            options["loss"] = "css"
         model = _transformed(model)
         ratios(model).fill(self.static_ratio)  # until the first pass has had its say
         super().__init__(model, lr=lr, optimizer=optimizer, train=train, **options)
         self._needs(bool(self.trained), "has nothing to train" + (": no norm layer has weights" if norm_only else ""))
+        self._needs(not cr or self.loss.passes == 1, "compares views in one pass, and the loss takes two: leave out cr")
 
     def _learn(self, x: Any) -> Any:
         due = self._due(x)
@@ -151,16 +104,15 @@ class Surgeon(Adapter):
             self.importance = refresh(
                 self.model,
                 x,
-                entropy if self.css else self.loss_fn,
+                self.loss.importance,
                 samples=self.samples,
                 static_ratio=self.static_ratio,
                 generator=self.generator,
             )
-        self.batches += 1
-        self._selected: int | None = None
-        output = self._learn_consistent(x) if self.cr else super()._learn(x)
         found = due and self.importance is not None and bool(self.importance.G)
-        self.last = Step(self.last.loss, self.last.skipped, found, self._selected)
+        self.batches += 1
+        output = self._learn_consistent(x) if self.cr else super()._learn(x)
+        self.last = replace(self.last, refreshed=found)
         return output
 
     def _due(self, x: Any) -> bool:
@@ -170,12 +122,6 @@ class Surgeon(Adapter):
             self.shift.follow(x)
         return planned or shifted
 
-    def _loss(self, output: Any) -> Tensor | None:
-        if not self.css:
-            return self.loss_fn(output)
-        loss, self._selected = certain_entropy(output)
-        return loss
-
     def _learn_consistent(self, x: Any) -> Any:
         """Both views get their gradient, and only one graph is alive at a time: the other view stands in as numbers."""
         view = self.augment(x, self.generator)
@@ -184,13 +130,13 @@ class Surgeon(Adapter):
         torch.clear_autocast_cache()  # casts made without gradients have none
         output = call(self.model, x)
         weight = CONSISTENCY * other.shape[1]
-        loss, term = self._loss(output), weight * consistency(output, other)
-        self.last = self._backward(term if loss is None else loss + term)
+        loss, term = self.loss.value(output, self.trained), weight * consistency(output, other)
+        self.backward(term if loss is None else loss + term)
         del loss, term
         fixed = logits_of(output).detach()
         if not self.last.skipped:
             (weight * consistency(fixed, call(self.model, view))).backward()
-        self._update()
+        self.update()
         return output
 
     def _own_state(self) -> dict[str, Any]:

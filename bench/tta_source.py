@@ -1,0 +1,65 @@
+"""Labelled source data, for the methods that ask for it: EATA's Fisher information, EcoTTA's warm-up."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS
+from torch import Tensor
+from tta_folders import CAMVID_SIZE, IMAGENET_SIZE, SAMPLE, camvid_files, read_camvid, read_images, samples
+
+from surgeon_fx.adapt import EcoTTA
+
+FISHER_SAMPLES = 2000  # as EATA's authors take
+WARM_UP_EPOCHS = 10
+
+
+class Source:
+    """Batches of images and labels, in another order each time they are gone through."""
+
+    def __init__(self, path: str, batch: int, limit: int | None = None, seed: int = 0) -> None:
+        self.x, self.y = read_source(Path(path), limit)
+        self.batch, self.generator = batch, torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return max(1, len(self.x) // self.batch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(self.x), generator=self.generator)
+        for chosen in order[: len(self) * self.batch].split(self.batch):
+            yield self.x[chosen].float() / 255, self.y[chosen]
+
+    def images(self) -> Iterator[Tensor]:
+        return (x for x, _ in self)
+
+
+def read_source(path: Path, limit: int | None) -> tuple[Tensor, Tensor]:
+    """Pixels as bytes and labels: of JPEG bytes in an .npz, of a folder of ImageNet images, of CamVid's train split."""
+    if path.suffix == ".npz" and path.is_file():
+        return read_images(path, limit)
+    if path.is_dir() and (path / "train" / "images").is_dir():
+        x, y = read_camvid(camvid_files(path, "train")[:limit], CAMVID_SIZE)
+    elif path.is_dir() and any(SAMPLE.fullmatch(file.name) for file in path.iterdir()):
+        (domain,) = samples(path, ["clean"], 5, limit, (IMAGENET_SIZE, IMAGENET_SIZE)).domains
+        x, y = next(iter(domain.batches(len(domain))))
+    else:
+        raise ValueError(f"--source must be an .npz of JPEG bytes or a folder of clean images, and {path} is neither")
+    return (x * 255).round().to(torch.uint8), y
+
+
+def warm_up(adapter: EcoTTA, source: str, batch: int, epochs: int, limit: int | None, key: dict[str, Any]) -> None:
+    """Warms EcoTTA up, or takes what an earlier run has learnt; `key` is all that makes it what it is."""
+    key = {**key, "source": Path(source).name, "epochs": epochs, "limit": limit, "batch": batch}
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    file = RESULTS / f"ecotta_{name}.pt"
+    if file.exists():
+        adapter.load_state_dict(torch.load(file, weights_only=True))
+        return
+    adapter.warm_up(Source(source, batch, limit), epochs=epochs)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(adapter.state_dict(), file)
