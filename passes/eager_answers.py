@@ -34,7 +34,8 @@ class Answers(dict[Any, Any]):
 
     def _asked_by_a_model(self) -> bool:
         output = InstructionTranslator.current_tx().output
-        compiler = inspect.unwrap(output.compiler_fn)
+        compiler: Any = output.compiler_fn
+        compiler = compiler and inspect.unwrap(compiler)
         ours = isinstance(getattr(compiler, "compiler_fn", compiler), self.compiler)
         return ours and not output.current_tx.f_code.co_filename.startswith(TORCH)
 
@@ -42,4 +43,4 @@ class Answers(dict[Any, Any]):
 def answer_as_eager(compiler: type) -> None:
     """Installs the answers, once."""
     answers = Answers(dynamo.tracing_state_functions(), compiler)
-    dynamo.tracing_state_functions = lambda: answers
+    dynamo.tracing_state_functions = lambda: answers  # type: ignore[assignment]
