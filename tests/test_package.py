@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 def test_public_names():
     assert surgeon_fx.__all__ == [
         *("Config", "Importance", "NoEffectWarning", "RatioTable"),
-        *("adapt", "entropy", "explain", "fit", "kernels", "plan", "ratios", "refresh", "transform", "zoo"),
+        *("adapt", "entropy", "explain", "fit", "kernels", "plan", "ratios", "refresh", "restore", "transform", "zoo"),
     ]
     assert set(surgeon_fx.kernels.__all__) >= {
         "compress",
