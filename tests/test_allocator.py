@@ -201,7 +201,7 @@ print(batch)
 
 
 def test_a_loop_that_shrinks_its_batch_finds_one_that_fits():
-    """120 MiB hold 132 images; `bench/allocator.py --loop` compares with other allocators, which may not survive this."""
+    """120 MiB hold 132 images. `bench/allocator.py --loop` compares with other allocators, which may crash on it."""
     (batch,) = run(LOOP + "step(batch // 2)")
     assert int(batch) >= 100
 
