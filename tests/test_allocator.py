@@ -201,9 +201,9 @@ print(batch)
 
 
 def test_a_loop_that_shrinks_its_batch_finds_one_that_fits():
-    (ours,) = run(LOOP + "step(batch // 2)")
-    (thresholds_alone,) = run(LOOP, MALLOC_MMAP_THRESHOLD_=str(1 << 20), MALLOC_TRIM_THRESHOLD_=str(1 << 20))
-    assert int(ours) >= max(int(thresholds_alone), 50)
+    """120 MiB hold 132 images. `bench/allocator.py --loop` compares with other allocators, which may crash on it."""
+    (batch,) = run(LOOP + "step(batch // 2)")
+    assert int(batch) >= 100
 
 
 TRAINED = """
