@@ -57,9 +57,9 @@ class WatchedGraph(fx.Interpreter):
         layer = "" if n.op == "output" else self._layer(n)
         if layer != self.running[0]:
             self._leave()
-            args, kwargs = self.fetch_args_kwargs_from_env(n) if layer else ((), {})
-            self.running = (layer, next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None), 0)
-            del args, kwargs
+            self.running = (layer, None, 0)
+        if layer and self.running[1] is None:
+            self.running = (layer, self._first_activation(n), 0)
         result = super().run_node(n)
         if n.op != "output":
             if torch.is_grad_enabled():
@@ -68,6 +68,10 @@ class WatchedGraph(fx.Interpreter):
                 size = sum(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))
                 self.running = (layer, self.running[1], size)
         return result
+
+    def _first_activation(self, n: fx.Node) -> Tensor | None:
+        leaves = tree_leaves(self.fetch_args_kwargs_from_env(n))
+        return next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
 
     def _layer(self, n: fx.Node) -> str:
         stack = reversed(n.meta.get("nn_module_stack", {}))
