@@ -1,6 +1,7 @@
 """Without a GPU, Triton kernels run under its interpreter, which must be asked for before triton is imported."""
 
 import os
+from pathlib import Path
 
 # Some virtual machines offer AMX and trap on it, in plain torch: keep bf16 matrix products to AVX-512.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -12,6 +13,20 @@ from model_cases import MODELS
 
 if not (torch.cuda.is_available() or torch.xpu.is_available()):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# `pytest -m fast`: what a change to operations, passes or kernels is checked with first, in three minutes.
+FAST = (
+    *("ops/", "passes/", "test_transform.py", "test_ratio_table.py", "test_modules.py", "test_package.py"),
+    *(f"kernels/test_{name}.py" for name in ("backends", "bits", "compress", "layout", "safety")),
+)
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(here).as_posix().startswith(FAST):
+            item.add_marker(pytest.mark.fast)
+
 
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
