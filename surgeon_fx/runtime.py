@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from surgeon_fx import allocator
 from surgeon_fx.config import Config
+from surgeon_fx.ops.compiler_mode import CompilerMode
 from surgeon_fx.ops.interpreter import Interpreter, current_interpreter
-from surgeon_fx.ops.library import CompilerMode
 from surgeon_fx.ops.slots import Slots
 from surgeon_fx.passes.capture import Backend, Break, Capture
 from surgeon_fx.passes.watch import Watcher
