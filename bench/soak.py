@@ -5,8 +5,8 @@
 The same steps run eager and rewritten, each in a process of its own, one thread each. Every hundred steps the resident
 set is taken, a quarter of a second after the last step. In between, by turns: a batch that does not fit a limit of
 memory, an input full of NaN, an exception in the middle of forward, a fork whose child trains. After each of them a
-step must work, and torch must have as many bytes in use as before. There are 18 shapes, so that oneDNN's cache of
-compiled kernels is soon full: it grows for a thousand of them, whoever uses it.
+step must work, and torch must have as many bytes in use as before. There are 18 shapes: with 192 of
+them, on ResNet-20, eager and rewritten both still grew after 400 steps (by 14 % and 7 %).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@
  * nothing has happened for IDLE_MS (or SOON_MS, where the caller expects to be done).
  *
  * Refusals are also caught where libtorch_cpu and libstdc++ allocate. What they get stays malloc's; it is merely asked for
- * once more, after what is kept, and then a small reserve, has been given up. oneDNN needs that: a thread in which it once
- * got no memory for generated code never gets another primitive.
+ * once more, after what is kept and a small reserve have been given up. oneDNN needs that: after one refusal it was seen to
+ * fail at every later primitive ("could not create a primitive"), with memory to spare.
  */
 #if defined(__linux__) && !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
