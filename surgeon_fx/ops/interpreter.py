@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -51,7 +50,7 @@ class Interpreter(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.took_over is not None and (parameters or rule.family != "linear"):  # a product of activations is native
             self.took_over(func)
-        return _run(rule, key, args, kwargs)
+        return rule.op(key, *args, **kwargs)
 
     def _parameters_of(self, rule: Rule, args: Any, kwargs: Any) -> list[Tensor]:
         weights = [x for x in rule.weights_among(args, kwargs) if isinstance(x, Tensor)]
@@ -63,11 +62,6 @@ class Interpreter(TorchFunctionMode):
             if key is None or key != self.key:
                 return key
         return self.layer or self.key
-
-
-@torch._dynamo.disable  # where Dynamo left a frame to Python, it looks at the frames inside again
-def _run(rule: Rule, key: str, args: Any, kwargs: Any) -> Any:
-    return rule.op(key, *args, **kwargs)
 
 
 def parameter_behind(x: Tensor) -> Tensor | None:
