@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon_fx.ops.common import needs_graph, run_exactly
+from surgeon_fx.ops.common import is_parameter, needs_graph, run_exactly
 from surgeon_fx.ops.keep import Kept, can_prune, restored, save, without_surroundings
 from surgeon_fx.ops.slots import Slot, find_slot, mark
 
@@ -32,7 +32,7 @@ class BatchNorm(torch.autograd.Function):
     ) -> Tensor:
         output, mean, rstd = native()
         hat = _normalised(x, mean, rstd)
-        save(ctx, [Kept(slot, hat, ratio, instead_of=x, beside=2 * rstd.nbytes)], weight, rstd)
+        save(ctx, [Kept(slot, hat, ratio, instead_of=x, beside=_beside(rstd, weight))], weight, rstd)
         return output
 
     @staticmethod
@@ -73,6 +73,11 @@ class FixedBatchNorm(torch.autograd.Function):
                 grads[0], activations[0], scale, zero, torch.ones_like(variance), None, None, False, 0.0, wanted
             )
         return None, None, *found, None, None
+
+
+def _beside(rstd: Tensor, weight: Tensor | None) -> int:
+    """Bytes that the native operation keeps: mean, deviation, and a weight that was computed."""
+    return 2 * rstd.nbytes + (0 if weight is None or is_parameter(weight) else weight.nbytes)
 
 
 def _wanted(ctx: Any) -> list[bool]:
@@ -165,7 +170,7 @@ class RowNorm(torch.autograd.Function):
         ctx.has_bias = bias is not None
         output, _, rstd = native(x, weight, bias)
         hat = output if weight is None and bias is None else native(x, None, None)[0]
-        save(ctx, [Kept(slot, hat, ratio, instead_of=x, beside=2 * rstd.nbytes)], weight, rstd)
+        save(ctx, [Kept(slot, hat, ratio, instead_of=x, beside=_beside(rstd, weight))], weight, rstd)
         return output
 
     @staticmethod
