@@ -247,7 +247,7 @@ def plot(plan: Plan, path: str | Path) -> None:
         bars.set_yscale("function", functions=(lambda y: abs(y) ** 0.5, lambda y: y**2))
     bars.set_ylabel("MiB a saved tensor" + (", square-root scale" if is_steep(rows) else ""), fontsize=8)
     bars.set_xlabel(left_out, fontsize=8)
-    bars.legend(frameon=False)
+    bars.legend(frameon=False, loc="upper left")  # "best" may take long, and warns
     points = thinned(plan.timeline)
     line.plot([i for i, _, _ in points], [live / MIB for _, _, live in points], color=LIVE, linewidth=1)
     line.axhline(plan.saved_bytes / MIB, color="#889", linestyle="--", linewidth=0.8)
