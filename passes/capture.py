@@ -32,7 +32,7 @@ class Break:
     reason: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Capture:
     """One captured graph, rewritten."""
 

@@ -123,8 +123,7 @@ def explain(model: nn.Module, *inputs: Any, **named_inputs: Any) -> Explanation:
         try:
             with contextlib.nullcontext() if rewrite.config.capture else module_path(model, path):
                 outputs = model(*inputs, **named_inputs)
-            ran, outside = list(dict.fromkeys(map(id, rewrite.ran))), list(dict.fromkeys(rewrite.outside))
-            captures = [next(c for c in rewrite.ran if id(c) == one) for one in ran]
+            captures, outside = list(dict.fromkeys(rewrite.ran)), list(dict.fromkeys(rewrite.outside))
         finally:
             rewrite.ran = rewrite.outside = None
     found = explain_outputs(model, outputs, True)

@@ -15,11 +15,7 @@ class RatioTable(Mapping[str, float]):
 
     def __init__(self, names: Iterable[str]) -> None:
         self._ratios = dict.fromkeys(names, 0.0)
-
-    @property
-    def prunes(self) -> bool:
-        """Whether any layer drops anything."""
-        return any(self._ratios.values())
+        self.prunes = False  # whether any layer drops anything: asked by every operation that keeps something exactly
 
     def __getitem__(self, name: str) -> float:
         try:
@@ -42,6 +38,7 @@ class RatioTable(Mapping[str, float]):
     def fill(self, ratio: float) -> None:
         """One ratio for every layer."""
         self._ratios = dict.fromkeys(self._ratios, check_ratio(ratio))
+        self.prunes = any(self._ratios.values())
 
     def update(self, ratios: Mapping[str, float]) -> None:
         """Sets several ratios: all of them, or none if one is refused."""
@@ -49,6 +46,7 @@ class RatioTable(Mapping[str, float]):
             if name not in self._ratios:
                 raise ValueError(self._unknown(name))
         self._ratios |= {name: check_ratio(ratio) for name, ratio in ratios.items()}
+        self.prunes = any(self._ratios.values())
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self._ratios, indent=1) + "\n")

@@ -57,6 +57,11 @@ def cast(x: Any, dtype: torch.dtype | None) -> Any:
     return x.to(dtype)
 
 
+def each(value: int | Sequence[int], dims: int) -> list[int]:
+    """A size for every dimension, as torch spreads one number over all of them."""
+    return [value] * dims if isinstance(value, int) else list(value) * (dims if len(value) == 1 else 1)
+
+
 def reduce_to(gradient: Tensor, shape: Sequence[int]) -> Tensor:
     """Sums a gradient over the dimensions that broadcasting added."""
     return gradient if gradient.shape == torch.Size(shape) else gradient.sum_to_size(tuple(shape))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from surgeon_fx.ops.common import each
 from surgeon_fx.ops.library import batch_norm, conv2d, gelu, layer_norm, linear, max_pool2d, pack, relu
 
 
@@ -65,10 +66,6 @@ def _compiled_linear(mode: CompilerMode, native: Any, input: Any, weight: Any, b
     return linear(input, weight, bias, *mode.keep(input, key))
 
 
-def _pair(value: Any) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value)
-
-
 def _compiled_conv(
     mode: CompilerMode,
     native: Any,
@@ -83,7 +80,7 @@ def _compiled_conv(
     key = mode.key_of(weight)
     if key == mode.none or isinstance(padding, str) or input.dim() != 4 or not weight.requires_grad:
         return native(input, weight, bias, stride, padding, dilation, groups)
-    sizes = _pair(stride), _pair(padding), _pair(dilation)
+    sizes = each(stride, 2), each(padding, 2), each(dilation, 2)
     return conv2d(input, weight, bias, *sizes, groups, *mode.keep(input, key))
 
 
@@ -149,11 +146,11 @@ def _compiled_max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    kernel = _pair(kernel_size)
+    kernel = each(kernel_size, 2)
     if return_indices or input.dim() != 4 or kernel[0] * kernel[1] > 256:
         return native(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-    steps = kernel if stride is None else _pair(stride)
-    return max_pool2d(input, kernel, steps, _pair(padding), _pair(dilation), ceil_mode)[0]
+    steps = kernel if stride is None else each(stride, 2)
+    return max_pool2d(input, kernel, steps, each(padding, 2), each(dilation, 2), ceil_mode)[0]
 
 
 VIEWS = (Tensor.transpose, Tensor.permute, Tensor.reshape, Tensor.view, Tensor.flatten, torch.transpose, torch.permute)

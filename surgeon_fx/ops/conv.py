@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon_fx.ops.common import autocast_dtype, cast, needs_graph, run_exactly
+from surgeon_fx.ops.common import autocast_dtype, cast, each, needs_graph, run_exactly
 from surgeon_fx.ops.keep import Kept, can_prune, restored, save, without_surroundings
 from surgeon_fx.ops.slots import Slot, find_slot, mark
 
@@ -67,22 +67,18 @@ def _convolve(
     if input.dim() == dims + 1:  # one sample
         return _convolve(key, native, dims, input.unsqueeze(0), weight, bias, **sizes).squeeze(0)
     slot.elements += input.numel()
-    dilation, padding = _each(sizes["dilation"], dims), sizes["padding"]
+    dilation, padding = each(sizes["dilation"], dims), sizes["padding"]
     if padding == "same":
         input, padding = _pad_to_same(input, weight, dilation)
     geometry = (
-        _each(sizes["stride"], dims),
-        _each(0 if padding == "valid" else padding, dims),
+        each(sizes["stride"], dims),
+        each(0 if padding == "valid" else padding, dims),
         dilation,
         "output_padding" in sizes,
-        _each(sizes.get("output_padding", 0), dims),
+        each(sizes.get("output_padding", 0), dims),
         sizes["groups"],
     )
     return mark(Convolution.apply(slot, slot.ratio, input, weight, bias, geometry), slot)
-
-
-def _each(value: Sizes, dims: int) -> list[int]:
-    return [value] * dims if isinstance(value, int) else list(value) * (dims if len(value) == 1 else 1)
 
 
 def _pad_to_same(x: Tensor, weight: Tensor, dilation: Sequence[int]) -> tuple[Tensor, list[int]]:

@@ -167,7 +167,6 @@ class RowNorm(torch.autograd.Function):
         ctx: Any, slot: Slot, ratio: float, x: Tensor, weight: Tensor | None, bias: Tensor | None, run: Any
     ) -> Tensor:
         native, ctx.back, ctx.rows = run
-        ctx.has_bias = bias is not None
         output, _, rstd = native(x, weight, bias)
         hat = output if weight is None and bias is None else native(x, None, None)[0]
         save(ctx, [Kept(slot, hat, ratio, instead_of=x, beside=_beside(rstd, weight))], weight, rstd)

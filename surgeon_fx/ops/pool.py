@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon_fx.ops.common import needs_graph
+from surgeon_fx.ops.common import each, needs_graph
 from surgeon_fx.ops.slots import Slot, find_slot, mark, note
 
 aten = torch.ops.aten
@@ -114,10 +114,6 @@ class AveragePool(torch.autograd.Function):
         return None, ctx.back(grads[0], x), None, None
 
 
-def _each(value: Any, dims: int) -> list[int]:
-    return [value] * dims if isinstance(value, int) else list(value) * (dims if len(value) == 1 else 1)
-
-
 def _max_pool(dims: int) -> Callable[..., Any]:
     native = getattr(F, f"max_pool{dims}d_with_indices")
     torch_dims = max(dims, 2)  # torch has one dimension as two
@@ -137,8 +133,8 @@ def _max_pool(dims: int) -> Callable[..., Any]:
         if not needs_graph(input) or input.dim() < dims + 1:
             found = native(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
             return found if return_indices else found[0]
-        kernel, padded, dilated = (_each(v, dims) for v in (kernel_size, padding, dilation))
-        steps = _each(stride, dims) if stride not in (None, (), []) else kernel
+        kernel, padded, dilated = (each(v, dims) for v in (kernel_size, padding, dilation))
+        steps = each(stride, dims) if stride not in (None, (), []) else kernel
         x, sizes = input, [kernel, steps, padded, dilated]
         if dims == 1:
             x, sizes = input.unsqueeze(-2), [[first, *v] for first, v in zip((1, 1, 0, 1), sizes, strict=True)]
@@ -221,7 +217,7 @@ def avg_pool3d(
 def _avg_pool(dims: int, key: str, input: Tensor, kernel: Any, stride: Any, *options: Any) -> Tensor:
     padding, *rest = options
     stride = stride if stride not in (None, (), []) else kernel
-    sizes = [_each(v, dims) for v in (kernel, stride, padding)]
+    sizes = [each(v, dims) for v in (kernel, stride, padding)]
     forward, backward = getattr(F, f"avg_pool{dims}d"), getattr(aten, f"avg_pool{dims}d_backward")
     if not needs_graph(input):
         return forward(input, *sizes, *rest)
@@ -237,8 +233,8 @@ def avg_pool1d(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> Tensor:
-    kernel, padded = _each(kernel_size, 1), _each(padding, 1)
-    steps = _each(stride, 1) if stride not in (None, (), []) else kernel
+    kernel, padded = each(kernel_size, 1), each(padding, 1)
+    steps = each(stride, 1) if stride not in (None, (), []) else kernel
     if not needs_graph(input):
         return F.avg_pool1d(input, kernel, steps, padded, ceil_mode, count_include_pad)
     sizes = ([1, *kernel], [1, *steps], [0, *padded])
@@ -268,7 +264,7 @@ def adaptive_avg_pool1d(key: str, input: Tensor, output_size: Any) -> Tensor:
 def _output_size(size: Any, x: Tensor, dims: int) -> Any:
     return [
         x.shape[i - dims] if n is None else n
-        for i, n in enumerate(_each(size, dims) if size is not None else [None] * dims)
+        for i, n in enumerate(each(size, dims) if size is not None else [None] * dims)
     ]
 
 
