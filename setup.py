@@ -5,6 +5,7 @@ compiler still installs: the reason is left in a file where the loader finds it,
 """
 
 import sys
+from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -65,8 +66,8 @@ setup(
     ext_modules=[
         Extension(
             "surgeon_fx.kernels.native.prune_pack",
-            sources=["kernels/native/prune_pack.c", "kernels/native/large_blocks.c"],
-            depends=["kernels/native/chunk_kernels.h"],
+            sources=sorted(glob("kernels/native/*.c")),
+            depends=glob("kernels/native/*.h"),
             libraries=[] if sys.platform == "win32" else ["m"],
         )
     ],

@@ -32,13 +32,17 @@ from surgeon_fx.kernels.layout import FLOAT_BITS
 
 compress = importlib.import_module("surgeon_fx.kernels.compress.triton")
 bits = importlib.import_module("surgeon_fx.kernels.bits.triton")
+sparse_grad = importlib.import_module("surgeon_fx.kernels.sparse_grad.triton")
+quantize = importlib.import_module("surgeon_fx.kernels.quantize.triton")
 
 NVIDIA = ("sm_72", "sm_75", "sm_80", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")
 AMD = ("gfx90a", "gfx942")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_BITS if dtype is not torch.float16}  # as bfloat16
 # How Triton types an integer argument: by its size, and as a constant where it is 1.
 INTEGERS = ("i32", "i64", "one")
-ELEMENTS = {"x", "room", "values", "out"}
+ELEMENTS = {"x", "room", "values", "out", "grad"}  # bits, as integers, but for the kernel that multiplies
+FLOATS = {32: "*fp32", 16: "*bf16"}
+NEVER_LARGE = re.compile(r"rows|columns|places|share|splits|(near|far|taps|stride|padding|dilation)_[dhw]")
 POINTERS = {
     "state": "*i64",
     "blocks": "*i64",
@@ -47,6 +51,10 @@ POINTERS = {
     "bitmask": "*u8",
     "bits": "*u8",
     "mask": "*u8",
+    "entries": "*i32",
+    "partial": "*fp32",
+    "codes": "*i8",
+    "scales": "",
 }
 
 
@@ -73,10 +81,20 @@ def kernels(width: int, any_width: bool) -> Iterator[tuple[Any, dict[str, object
     yield compress.pack_kernel, block
     yield compress.expand_kernel, {"SIZE": compress.BLOCK}
     yield bits.pack_sign_kernel, block
+    yield bits.mask_by_bits_kernel, {"SIZE": compress.BLOCK}
+    if width in FLOATS:
+        for transposed in (False, True):
+            options = {"TRANSPOSED": transposed, "PADDED": not transposed, "CHANNELS_LAST": transposed, "WIDEN": False}
+            tile = sparse_grad.tile_sizes(10**6, 10**6, width // 8, transposed)
+            yield sparse_grad.product_kernel, {**options, **tile}
+    blocks = {"ROWS": quantize.ROWS, "SIZE": quantize.BLOCK}
+    yield quantize.quantize_kernel, {**quantize.constants(torch.float64 if width == 64 else torch.float32), **blocks}
+    yield quantize.dequantize_kernel, blocks
     if any_width:
         for ties in (True, False):
             yield compress.scan_kernel, {"WITH_TIES": ties, "SIZE": compress.SCAN_BLOCK}
         yield compress.popcount_kernel, {"SIZE": compress.BLOCK // 8}
+        yield sparse_grad.index_kernel, {"SIZE": compress.BLOCK // 8}
         yield bits.pack_bits_kernel, {"SIZE": compress.BLOCK}
         yield bits.unpack_bits_kernel, {"SIZE": compress.BLOCK}
         yield bits.unpack_value_kernel, {"SIZE": compress.BLOCK}
@@ -86,10 +104,14 @@ def signature(kernel: Any, width: int, constants: dict[str, object], integers: s
     def kind(name: str) -> str:
         if name in constants:
             return "constexpr"
+        if "codes" in kernel.arg_names and name in (*ELEMENTS, "scales"):  # arithmetic: floats, not their bits
+            return "*fp64" if width == 64 else "*bf16" if width == 16 and name != "scales" else "*fp32"
         if name in ELEMENTS:
-            return f"*i{width}"
+            return FLOATS[width] if kernel is sparse_grad.product_kernel else f"*i{width}"
         if name == "nan_key":
             return "i64" if width == 64 else "i32"
+        if NEVER_LARGE.fullmatch(name):
+            return "i32"
         return POINTERS.get(name, integers)
 
     return {name: kind(name) for name in kernel.arg_names}
@@ -102,7 +124,10 @@ def compile_kernel(kernel: Any, width: int, constants: dict[str, object], intege
     gpu = GPUTarget("cuda", int(target[3:]), 32) if target in NVIDIA else GPUTarget("hip", target, 64)
     indexed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature(kernel, width, constants, integers), constexprs=indexed)
-    return triton.compile(source, target=gpu, options={"num_warps": compress.NUM_WARPS})
+    options = {"num_warps": compress.NUM_WARPS}
+    if kernel is sparse_grad.product_kernel:
+        options["num_stages"] = sparse_grad.NUM_STAGES
+    return triton.compile(source, target=gpu, options=options)
 
 
 def assembler_report(ptx: str) -> str:

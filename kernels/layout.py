@@ -45,7 +45,10 @@ def keys(flat: Tensor) -> Tensor:
 
 def check_ratio(ratio: float) -> float:
     """The ratio as a float in [0, 1], or a ValueError."""
-    value = float(ratio)
+    try:
+        value = float(ratio)
+    except (TypeError, ValueError):
+        value = math.nan
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"ratio must be the share to drop, between 0 and 1, got {ratio}")
     return value
@@ -94,6 +97,16 @@ def fills_one_block(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a layout is what torch calls contiguous."""
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
 def check_layout(shape: Sequence[int], stride: Sequence[int] | None) -> None:
     """ValueError unless a tensor can have this shape and, where given, these dense strides."""
     if any(size < 0 for size in shape):
@@ -117,3 +130,10 @@ def flatten(x: Tensor) -> Tensor:
 def unflatten(flat: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     """The inverse of `flatten`."""
     return flat.as_strided(tuple(shape), tuple(stride))
+
+
+def laid_out(x: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """`x` where its memory has these strides, else a copy that has."""
+    if all(size == 1 or a == b for size, a, b in zip(shape, x.stride(), stride, strict=True)):
+        return x
+    return x.new_empty_strided(tuple(shape), tuple(stride)).copy_(x)

@@ -61,20 +61,21 @@ class Backend:
             with paused():
                 if rewrite.watcher is None:
                     return run(*args)
-                layers = {str(id(module)): name for name, module in rewrite.layers.items()}
-                return WatchedGraph(gm, rewrite.watcher, layers).run(*args)
+                names = {str(id(module)): name for name, module in rewrite.module.named_modules()}
+                return WatchedGraph(gm, rewrite.watcher, names, rewrite.layers).run(*args)
 
         return call
 
 
 def layers_of(gm: fx.GraphModule, example_inputs: Sequence[Any], rewrite: Rewrite) -> Layers:
     """What the passes need to know: which inputs of a graph are parameters, and whose, or buffers."""
-    owner, own_buffers = rewrite.owners(), {id(x) for x in rewrite.module.buffers()}
+    owners, own_buffers = rewrite.owners(), {id(x) for x in rewrite.module.buffers()}
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     given = list(zip(placeholders, example_inputs, strict=False))
-    parameters = {node: owner(x) for node, x in given if isinstance(x, torch.nn.Parameter)}
+    none = rewrite.slots.key("")
+    parameters = {node: owners.get(id(x), none) for node, x in given if isinstance(x, torch.nn.Parameter)}
     buffers = frozenset(node for node, x in given if id(x) in own_buffers)
-    return Layers(parameters, buffers, rewrite.layer_ids(), rewrite.slots.key(""))
+    return Layers(parameters, buffers, rewrite.layer_ids(), none)
 
 
 def _forget_our_frames(gm: fx.GraphModule) -> None:

@@ -12,6 +12,8 @@ from surgeon_fx.config import Config
 from surgeon_fx.passes.fuse_attention import fuse_attention_pass
 from surgeon_fx.passes.rewrite_checkpoints import rewrite_checkpoints_pass
 from surgeon_fx.passes.rewrite_saves import rewrite_saves_pass
+from surgeon_fx.passes.round_saves import round_saves_pass
+from surgeon_fx.passes.share_saves import share_saves_pass
 from surgeon_fx.passes.tag_saves import Layers, saving_of, tag_saves_pass
 
 Pass = Callable[[fx.GraphModule], PassResult]
@@ -22,7 +24,9 @@ def passes_for(layers: Layers, config: Config) -> tuple[Pass, ...]:
         *((fuse_attention_pass,) if config.fuse_attention else ()),  # changes rounding: on request
         partial(rewrite_checkpoints_pass, layers=layers, rewrite_body=partial(run_passes, config=config)),
         partial(tag_saves_pass, layers=layers),
+        *((share_saves_pass,) if config.share_saves else ()),  # changes gradients: on request
         rewrite_saves_pass,
+        *((partial(round_saves_pass, layers=layers),) if config.exact_saves else ()),
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from surgeon_fx.ops.registry import Rule, rule_for
+from surgeon_fx.passes.watch import modules_around
 
 SAVING = "saving"
 TWO_ACTIVATIONS = "attention"  # written out
@@ -28,6 +29,9 @@ class Saving:
     layer: str  # its name in the ratio table; empty if there is none upstream
     key: str  # of the layer, as operations want it
     reason: str = ""
+    sharers: tuple[str, ...] = ()  # layers whose inputs are rebuilt from what this node keeps
+    source: str = ""  # the layer whose save the node's input is rebuilt from
+    hands_on: bool = False  # an activation whose output can be rebuilt
 
 
 def saving_of(node: fx.Node) -> Saving | None:
@@ -128,7 +132,7 @@ def _parameters_behind(nodes: list[fx.Node], layers: Layers) -> list[fx.Node]:
 
 def _layer_of(node: fx.Node, layers: Layers) -> str:
     """The key of the layer a node without a weight follows: the one it runs in, or the nearest that it reads from."""
-    for identity in reversed(node.meta.get("nn_module_stack", {})):
+    for identity in reversed(modules_around(node)):
         if identity in layers.modules:
             return layers.modules[identity]
     seen: set[fx.Node] = set()
@@ -146,10 +150,10 @@ def _layer_of(node: fx.Node, layers: Layers) -> str:
 
 
 def _differentiable_inputs(node: fx.Node) -> list[fx.Node]:
-    return [n for n in node.all_input_nodes if _requires_grad(n)]
+    return [n for n in node.all_input_nodes if requires_grad(n)]
 
 
-def _requires_grad(node: fx.Node) -> bool:
+def requires_grad(node: fx.Node) -> bool:
     return any(x.requires_grad for x in _values(node))
 
 
@@ -184,4 +188,4 @@ EXACT = {
 
 def _keeps_exactly(node: fx.Node) -> str | None:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return EXACT.get(name) if _requires_grad(node) else None
+    return EXACT.get(name) if requires_grad(node) else None

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -38,23 +39,24 @@ class Watcher(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled():
-            leave_origin(result, self.path[-1] if self.path else "", _calling_line(sys._getframe(1)))
+            leave_origin(result, self.path[-1] if self.path else "", _line(calling_frame(sys._getframe(1))))
         return result
 
 
 class WatchedGraph(fx.Interpreter):
-    """Runs a graph node by node under a watcher. `layers` are names by the identity of their module."""
+    """Runs a graph node by node under a watcher. `names` are those of modules, by their identity."""
 
-    def __init__(self, gm: fx.GraphModule, watcher: Watcher, layers: Mapping[str, str]) -> None:
+    def __init__(self, gm: fx.GraphModule, watcher: Watcher, names: Mapping[str, str], layers: Container[str]) -> None:
         super().__init__(gm)
-        self.watcher, self.layers = watcher, layers
+        self.watcher, self.names, self.layers = watcher, names, layers
         self.running: tuple[str, Tensor | None, int] = ("", None, 0)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr"):
             return super().run_node(n)
-        self.watcher.path[:] = [layer_path(n)]
-        layer = "" if n.op == "output" else self._layer(n)
+        running = [self.names[one] for one in modules_around(n) if one in self.names]
+        self.watcher.path[:] = [path := running[-1] if running else ""]
+        layer = next((name for name in reversed(running) if name in self.layers), "") if n.op != "output" else ""
         if layer != self.running[0]:
             self._leave()
             self.running = (layer, None, 0)
@@ -63,19 +65,15 @@ class WatchedGraph(fx.Interpreter):
         result = super().run_node(n)
         if n.op != "output":
             if torch.is_grad_enabled():
-                leave_origin(result, layer_path(n), source_line(n))
+                leave_origin(result, path, source_line(n))
             if layer:
                 size = sum(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))
                 self.running = (layer, self.running[1], size)
-        return result
+        return result if n.users or n.op == "output" else None  # what nobody reads is gone at once
 
     def _first_activation(self, n: fx.Node) -> Tensor | None:
         leaves = tree_leaves(self.fetch_args_kwargs_from_env(n))
         return next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
-
-    def _layer(self, n: fx.Node) -> str:
-        stack = reversed(n.meta.get("nn_module_stack", {}))
-        return next((self.layers[identity] for identity in stack if identity in self.layers), "")
 
     def _leave(self) -> None:
         layer, x, size = self.running
@@ -94,26 +92,32 @@ def leave_origin(result: Any, layer: str, source: str) -> None:
         ahead.extend(following for following, _ in node.next_functions)
 
 
-def _calling_line(frame: FrameType | None) -> str:
-    """The nearest line of Python outside torch and this package."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(NOT_USERS) and not file.startswith("<"):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+def calling_frame(frame: FrameType | None, inside: CodeType | None = None) -> FrameType | None:
+    """The nearest frame of Python outside torch and this package, if it was called from the code `inside`."""
+    while frame is not None and not _users_file(frame.f_code.co_filename):
+        frame = None if frame.f_code is inside else frame.f_back
+    return frame
 
 
-def layer_path(node: fx.Node) -> str:
-    """The name of the innermost module that a captured node ran in."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    return stack[-1][0].partition("]")[2].lstrip(".") if stack else ""
+def _line(frame: FrameType | None) -> str:
+    return "" if frame is None else f"{_users_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@cache
+def _users_file(file: str) -> str:
+    """The name of a file outside torch and this package; empty for any other."""
+    return "" if file.startswith((*NOT_USERS, "<")) else Path(file).name
+
+
+def modules_around(node: fx.Node) -> list[str]:
+    """Identities of the modules that a captured node ran in; Dynamo tells the calls of one module apart by a suffix."""
+    return [identity.partition("@")[0] for identity in node.meta.get("nn_module_stack", ())]
 
 
 def source_line(node: fx.Node) -> str:
     """File and line that a captured node was written in, outside torch and this package."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     for file, line in reversed(lines):
-        if not file.startswith(NOT_USERS):
-            return f"{Path(file).name}:{line}"
+        if name := _users_file(file):
+            return f"{name}:{line}"
     return ""

@@ -1,8 +1,8 @@
 """Freed is not returned: map torch's large CPU blocks apart, so that freed activations leave the process.
 
 In malloc's heap activations share pages with whatever outlives them: the holes they leave cannot be used again, and a
-process that has freed most of its memory shows no smaller. So torch's blocks of 1 MiB and more are mapped apart; freed
-ones wait for the next request of their size as long as that does not raise the peak (`kernels/native/large_blocks.c`).
+process that has freed most of its memory shows no smaller. So torch's blocks of 256 KiB and more are mapped apart;
+freed ones wait for the next request of their size if that does not raise the peak (`kernels/native/large_blocks.c`).
 malloc itself, its settings and everybody else's memory are left alone.
 
 What waits for reuse goes back to the system by itself before a fork, when memory is refused, and after a second without
@@ -66,7 +66,9 @@ def return_freed_memory() -> bool:
     if reason:
         log.info("torch's memory is left to malloc: %s", reason)
     else:
-        log.info("torch's blocks of 1 MiB and more now return to the system; %s=1 leaves them to malloc", KEEP_VARIABLE)
+        log.info(
+            "torch's blocks of 256 KiB and more now return to the system; %s=1 leaves them to malloc", KEEP_VARIABLE
+        )
     return not reason
 
 
@@ -125,7 +127,7 @@ def describe() -> str:
     """What happens to freed memory in this process, in a sentence."""
     if reason := unchanged_reason():
         return f"torch's memory is left to it ({reason}): freed activations may stay in the process"
-    blocks = "torch's blocks of 1 MiB and more are mapped apart (posix_memalign and free of libc10)"
+    blocks = "torch's blocks of 256 KiB and more are mapped apart (posix_memalign and free of libc10)"
     if _asked():
         return f"{blocks} and leave the process when freed, after reuse that does not raise the peak"
     return f"left as it is until surgeon_fx.transform; then {blocks} and leave the process when freed"

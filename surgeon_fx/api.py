@@ -13,6 +13,7 @@ from torch import nn
 from surgeon_fx.allocator import return_freed_memory
 from surgeon_fx.backend import open_door
 from surgeon_fx.config import Config
+from surgeon_fx.distributed import check_wrappers, is_wrapped
 from surgeon_fx.modules import is_layer
 from surgeon_fx.ratio_table import RatioTable
 from surgeon_fx.runtime import Forward, Named, Rewrite
@@ -32,22 +33,35 @@ def transform(
     Ratios start at 0, where loss and every gradient equal the model's to the bit; `surgeon_fx.ratios` changes them.
     `filter_fn(module, name)` says which layers may be rewritten. The model itself is left as it is.
     """
-    config = config or Config()
+    check_model(model)
+    result = copy_structure(model)
+    rewrite = install(result, config or Config(), filter_fn)
+    if is_wrapped(model):
+        rewrite.original = model  # which DistributedDataParallel refers to weakly
+    return result
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises where a model cannot be transformed."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_wrappers(model)
     for name, module in model.named_modules():
         what = f"its part {name}" if name else "model"
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             raise ValueError(f"{what} is compiled: transform it first, then call torch.compile on the result")
         if MARK in module.__dict__:
             raise ValueError(f"{what} is already transformed; change its ratios through surgeon_fx.ratios(...)")
-    layers = [name for name, module in model.named_modules() if is_layer(module)]
-    chosen = [n for n in layers if filter_fn is None or filter_fn(model.get_submodule(n), n)]
+
+
+def install(result: nn.Module, config: Config, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> Rewrite:
+    """Gives a model our forwards, in place; `uninstall` takes them away again."""
+    layers = [name for name, module in result.named_modules() if is_layer(module)]
+    chosen = [n for n in layers if filter_fn is None or filter_fn(result.get_submodule(n), n)]
     if config.return_freed_memory:
         return_freed_memory()
     if not chosen:
-        warnings.warn("surgeon_fx.transform found nothing to rewrite", NoEffectWarning, stacklevel=2)
-    result = copy_structure(model)
+        warnings.warn("surgeon_fx.transform found nothing to rewrite", NoEffectWarning, stacklevel=3)
     rewrite = Rewrite(result, {name: result.get_submodule(name) for name in chosen}, set(layers) - set(chosen), config)
     for name, module in rewrite.layers.items():
         if not _has_one_function(module) and "forward" not in module.__dict__:
@@ -58,7 +72,7 @@ def transform(
             continue  # somebody else's
         module.__dict__["forward"] = Forward(module, rewrite, own.__func__ if isinstance(own, MethodType) else None)
     result.__dict__[MARK] = rewrite
-    return result
+    return rewrite
 
 
 def _has_one_function(layer: nn.Module) -> bool:
@@ -112,13 +126,18 @@ def _refers(value: Any) -> bool:
 def restore(model: nn.Module) -> nn.Module:
     """A plain module over the live parameters and buffers of a transformed one."""
     result = copy_structure(transformed_part(model))
-    del result.__dict__[MARK]
+    uninstall(result, in_place=False)
+    return result
+
+
+def uninstall(result: nn.Module, in_place: bool = True) -> None:
+    """Takes our forwards away from a transformed model; `in_place`, those who hold one of them run the native one."""
+    result.__dict__.pop(MARK).retired = in_place
     for module in result.modules():
         if isinstance(forward := module.__dict__.get("forward"), Forward | Named):
             del module.__dict__["forward"]
             if isinstance(forward, Forward) and forward.own is not None:
                 module.__dict__["forward"] = MethodType(forward.own, module)
-    return result
 
 
 def transformed_part(model: nn.Module) -> nn.Module:

@@ -21,12 +21,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from surgeon_fx import allocator
 from surgeon_fx.api import is_transformed, rewrite_of
 from surgeon_fx.ops.keep import SMALL_BYTES
+from surgeon_fx.ops.rounded import NOTE
 from surgeon_fx.ops.slots import NOTES, Note
 from surgeon_fx.passes.capture import Break
 from surgeon_fx.passes.watch import ORIGIN, Watcher
-from surgeon_fx.retained import nodes, saved_by, storages
+from surgeon_fx.retained import nodes, own_storages, saved_by, storages
+from surgeon_fx.tables import table
 
 MIB = 1 << 20
+ATTENTION_KEEPS = "attention keeps q, k, v and its output"
 ATTENTION = ("Softmax", "Bmm", "MatMul")  # as they appear in the names of autograd nodes
 
 
@@ -69,11 +72,9 @@ class Explanation:
         return sum(row.dense_bytes for row in self.rows if row.handled) / max(self.dense_bytes, 1)
 
     def table(self, most: int = 20) -> str:
-        from tabulate import tabulate
-
         largest = sorted(self.rows, key=lambda row: (-row.held_bytes, -row.dense_bytes))[:most]
         lines = [
-            tabulate(
+            table(
                 [
                     {
                         "layer": row.layer,
@@ -88,7 +89,6 @@ class Explanation:
                     for row in largest
                 ],
                 headers="keys",
-                disable_numparse=True,
             )
         ]
         if len(self.rows) > len(largest):
@@ -179,11 +179,14 @@ class _Group:
     operations: list[str] = field(default_factory=list)
     unhandled: list[str] = field(default_factory=list)
     held: dict[int, int] = field(default_factory=dict)
+    rounded: str = ""  # as Config(exact_saves=...) has it
+    rebuilt_from: str = ""  # the layer whose save serves it
+    sharers: tuple[str, ...] = ()  # the layers whose inputs are rebuilt from what is held
 
 
 def explain_outputs(model: nn.Module, outputs: Any, transformed: bool) -> Explanation:
     """What the graph behind outputs holds, given what was noted when it was made."""
-    own = storages((*model.parameters(), *model.buffers()))
+    own = own_storages(model, outputs)
     groups: dict[Any, _Group] = {}
     for node in sorted(nodes(outputs), key=lambda n: n._sequence_nr()):
         _add_saves(groups, node, own)
@@ -222,6 +225,9 @@ def _add_saves(groups: dict[Any, _Group], node: Any, own: dict[int, int]) -> Non
         if note.kind != "mask":
             held = [] if apart else tensors
             add(note.storage, held, note.storage_bytes, note.shape, note.dtype, True)
+            group = groups[note.storage]
+            group.rebuilt_from = note.source[0] if note.source else group.rebuilt_from
+            group.sharers = note.sharers or group.sharers
         if apart:
             add((note.storage, note.kind), tensors, note.beside, note.shape, note.dtype, True)
         if note.kind == "norm":
@@ -231,7 +237,12 @@ def _add_saves(groups: dict[Any, _Group], node: Any, own: dict[int, int]) -> Non
                 shape, dtype = statistics[0].shape, statistics[0].dtype
                 add((note.storage, id(node)), statistics, note.beside, shape, dtype, True)
     noted = {note.storage for note in found}
-    for x in rest.values():
+    ahead = iter(rest.values())
+    for x in ahead:
+        if (rounded := getattr(x, NOTE, None)) is not None:
+            add(rounded.storage, [x, next(ahead)], rounded.storage_bytes, rounded.shape, rounded.dtype, True)
+            groups[rounded.storage].rounded = rounded.kind
+            continue
         if x is None or (storage := x.untyped_storage()._cdata) in own:
             continue
         handled = ours or storage in noted or "ScaledDot" in name
@@ -249,8 +260,14 @@ def _row(group: _Group, held: int, transformed: bool) -> Row:
             reason += " (attention written out: Config(fuse_attention=True) may do without)"
         elif "ToCopy" in who:
             reason = "a copy in another precision, which autocast makes"
+    elif group.rebuilt_from:
+        reason = f"rebuilt from what {group.rebuilt_from} keeps"
+    elif group.sharers:
+        reason = f"serves {', '.join(group.sharers)} too"
+    elif group.rounded:
+        reason = f"not pruned; kept as {group.rounded}"
     elif any("ScaledDot" in name for name in group.operations):
-        reason = "attention keeps q, k, v and its output"
+        reason = ATTENTION_KEEPS
     return Row(
         group.layer,
         ", ".join(dict.fromkeys(group.operations)),
@@ -269,6 +286,9 @@ def _notes(rows: list[Row], transformed: bool) -> list[str]:
     maps = sum(row.dense_bytes for row in rows if "fuse_attention" in row.reason)
     if maps:
         notes.append(f"{maps / MIB:.1f} MiB are attention written out: try Config(fuse_attention=True)")
+    attention = sum(row.held_bytes for row in rows if row.reason == ATTENTION_KEEPS)
+    if 10 * attention > sum(row.held_bytes for row in rows):
+        notes.append(f"{attention / MIB:.1f} MiB are kept exactly for attention: try Config(exact_saves='int8')")
     if not transformed:
         notes.append("this is what eager keeps: surgeon_fx.transform(model) keeps less")
     return notes

@@ -54,13 +54,13 @@ def _key_of(output: Any) -> Any:
 
 
 def predictions(output: Any) -> Tensor:
-    """Class scores, a row for each prediction: one a sample, or one a pixel where the scores are maps."""
+    """Class scores, a row for each prediction: one per sample, or one per pixel where the scores are maps."""
     logits = logits_of(output)
     return logits.movedim(1, -1).reshape(-1, logits.shape[1])
 
 
 def entropies(output: Any) -> Tensor:
-    """The entropy of each prediction: one a sample, or one a pixel where the scores are maps."""
+    """The entropy of each prediction: one per sample, or one per pixel where the scores are maps."""
     logits = logits_of(output)
     if logits.dim() < 2 or logits.shape[1] < 2:
         raise ValueError(f"class scores must be of two classes or more, along dimension 1, got {tuple(logits.shape)}")

@@ -10,6 +10,12 @@ from pathlib import Path
 from surgeon_fx.kernels.layout import check_ratio
 
 
+def shared_ratio(ratios: Mapping[str, float], owner: str, sharers: Iterable[str]) -> float:
+    """The ratio of a save that several layers share: the lowest of those that prune; 0 if its owner does not."""
+    own = ratios.get(owner, 0.0)
+    return own and min([own, *(ratio for name in sharers if (ratio := ratios.get(name, 0.0)) > 0)])
+
+
 class RatioTable(Mapping[str, float]):
     """Layer name -> share of its saved activation to drop, in network order. Starts at 0: exact."""
 
@@ -53,7 +59,10 @@ class RatioTable(Mapping[str, float]):
 
     def load(self, path: str | Path) -> None:
         """Sets the ratios found in a file that `save` wrote; layers it does not name keep theirs."""
-        found = json.loads(Path(path).read_text())
+        try:
+            found = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not a file of ratios that `save` wrote: {error}") from error
         if not isinstance(found, dict):
             raise ValueError(f"{path} must hold a JSON object of layer names and ratios, got {type(found).__name__}")
         self.update(found)

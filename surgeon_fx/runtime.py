@@ -42,13 +42,15 @@ class Rewrite:
 
     def __init__(self, module: nn.Module, layers: dict[str, nn.Module], excluded: set[str], config: Config) -> None:
         self.module, self.layers, self.excluded, self.config = module, layers, excluded, config
-        self.slots = Slots(RatioTable(layers))
+        self.slots = Slots(RatioTable(layers), config.exact_saves)
         self.captures: list[Capture] = []
         self.ran: list[Capture] | None = None  # set while somebody wants to know which graphs run
         self.outside: list[Break] | None = None  # likewise, calls that ran in no graph
         self.watcher: Watcher | None = None  # likewise, where autograd's nodes come from
         self.plans: dict[Any, Any] = {}  # the planner's twins of the model, which need not be captured again
         self.generator: torch.Generator | None = None  # which samples an importance pass looks at
+        self.retired = False  # taken out of its model again; somebody may still hold its forwards
+        self.original: nn.Module | None = None  # of a wrapped model: its wrapper refers to it weakly
         self._said: set[str] = set()
 
     @property
@@ -63,12 +65,13 @@ class Rewrite:
             "watcher": None,
             "plans": {},
             "generator": None,
+            "original": None,
             "_said": set(),
         }
         return {**self.__dict__, **fresh}  # captured again where it is copied or unpacked
 
-    def owners(self) -> Callable[[Tensor], str | None]:
-        """From a parameter to the key of the layer that owns it: the nearest module around it that is in the table.
+    def owners(self) -> dict[int, str | None]:
+        """From a parameter's identity to the key of the layer that owns it: the nearest around it that is in the table.
 
         A parameter of no layer has the key without a name; one of a module that was filtered out has None.
         """
@@ -77,7 +80,7 @@ class Rewrite:
             for parameter in module._parameters.values():
                 if parameter is not None:
                     names.setdefault(id(parameter), self._layer_around(name))
-        return lambda parameter: names.get(id(parameter), self.slots.key(""))
+        return names
 
     def _layer_around(self, name: str) -> str | None:
         while True:
@@ -94,12 +97,12 @@ class Rewrite:
         return {str(id(module)): self.slots.key(name) for name, module in self.layers.items()}
 
     def interpreter(self) -> Interpreter:
-        found: list[Any] = []
+        found: dict[int, str | None] = {}
 
         def owner(parameter: Tensor) -> str | None:
-            if not found:
-                found.append(self.owners())
-            return found[0](parameter)
+            if id(parameter) not in found:
+                found.update(self.owners())  # sharded modules take up their gathered parameters when they run
+            return found.setdefault(id(parameter), self.slots.key(""))
 
         return Interpreter(self.slots.key(""), owner, self._outside if self.config.capture else None)
 
@@ -148,7 +151,8 @@ class Forward:
                 with self.rewrite.compiler_mode():
                     return self.native(self.module, *args, **kwargs)
             return self.native(self.module, *args, **kwargs)
-        if not torch.is_grad_enabled() or current_interpreter() is not None or _transforms_active():
+        native = not torch.is_grad_enabled() or self.rewrite.retired
+        if native or current_interpreter() is not None or _transforms_active():
             return self.native(self.module, *args, **kwargs)
         try:
             result = self._run(args, kwargs)

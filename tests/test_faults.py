@@ -223,7 +223,7 @@ def test_through_wrappers():
 def test_batch_sizes_may_change():
     model = surgeon_fx.transform(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)))
     surgeon_fx.ratios(model).fill(0.9)
-    for batch in (4, 6, 3, 9, 15):
+    for batch in (4, 6, 3, 9, 15, 16, 33):
         model(torch.randn(batch, 3, 24, 24)).sum().backward()
     assert len(rewrite_of(model).captures) <= 2
     for size in (20, 28, 36, 44):

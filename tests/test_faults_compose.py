@@ -101,6 +101,7 @@ def test_hugging_face_checkpointing(name):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # group norm checks sizes: torch's own model warns too
 def test_export_and_jit_trace():
     torch.manual_seed(0)
     model, x = Residual().eval(), torch.randn(2, 8, 10, 10)
@@ -112,6 +113,7 @@ def test_export_and_jit_trace():
         with torch.set_grad_enabled(grad):
             exported = torch.export.export(transformed, (x,)).module()
             assert torch.equal(exported(x), expected)
+            assert torch.equal(torch.jit.trace(transformed, x)(x), expected)  # its group norm included
     plain = nn.Sequential(nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(256, 3)).eval()
     transformed = surgeon_fx.transform(plain)
     surgeon_fx.ratios(transformed).fill(0.9)

@@ -259,3 +259,43 @@ def test_autocast_keeps_no_casts_of_the_aliases():
         surgeon_fx.refresh(model, torch.randn(6, 4))
         gc.collect()
         assert seen[0]() is None
+
+
+def test_targets_are_subsampled_with_the_inputs():
+    """Each sample carries its number, and so does its target."""
+    torch.manual_seed(0)
+    model = surgeon_fx.transform(nn.Sequential(nn.Linear(1, 4), nn.LayerNorm(4), nn.Linear(4, 3)))
+    numbers = torch.arange(20.0)[:, None]
+    seen = []
+    model[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten()))
+
+    def loss(output, targets):
+        seen.append(targets["number"])
+        assert targets["weight"] == 2.0
+        return output.square().mean()
+
+    found = surgeon_fx.refresh(
+        model, numbers, loss, targets={"number": torch.arange(20.0), "weight": torch.tensor(2.0)}, samples=7
+    )
+    assert found.G
+    assert len(seen[0]) == 7
+    assert torch.equal(*seen)
+
+
+def test_with_targets_the_loss_is_the_cross_entropy():
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    model = surgeon_fx.transform(eager)
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    found = surgeon_fx.refresh(model, x, targets=y, samples=None, static_ratio=0.0)
+    nn.functional.cross_entropy(eager(x), y).backward()
+    expected = {name: float(eager[int(name)].weight.grad.square().mean().sqrt()) for name in ("0", "1")}
+    assert vars(found)["G"] == pytest.approx(expected)
+
+
+def test_a_scaler_changes_the_numbers_of_no_pass():
+    model = surgeon_fx.transform(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
+    x = torch.randn(6, 4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    plain, scaled = (surgeon_fx.refresh(model, x, samples=None, scaler=s) for s in (None, scaler))
+    assert vars(plain)["G"] == pytest.approx(vars(scaled)["G"])

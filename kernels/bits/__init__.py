@@ -44,6 +44,15 @@ def unpack_value(
     return flat.view(size) if stride is None else unflatten(flat, size, stride)
 
 
+def mask_by_bits(x: Tensor, bits: Tensor, backend: str = "auto") -> Tensor:
+    """`x` where the bit of an element, in memory order, is set, and zero elsewhere; laid out as `x`."""
+    x = densify(check_float(x))
+    _check_bits(bits, x.numel())
+    if bits.device != x.device:
+        raise ValueError(f"x and bits must be on one device, got {x.device} and {bits.device}")
+    return _mask_by_bits_op(x, bits, check_backend(backend))
+
+
 def _check_mask(mask: Tensor) -> Tensor:
     if check_tensor(mask, "mask").dtype is not torch.bool:
         raise ValueError(f"mask must be a boolean tensor, got {mask.dtype}")
@@ -81,6 +90,13 @@ def _run_unpack_value(bits: Tensor, numel: int, value: Tensor, backend: str = "a
     return implementation("bits", backend, bits.device.type).unpack_value(bits, numel, value)
 
 
+def _run_mask_by_bits(x: Tensor, bits: Tensor, backend: str = "auto") -> Tensor:
+    x = densify(check_float(x))
+    _check_bits(bits, x.numel())
+    out = implementation("bits", backend, x.device.type).mask_by_bits(flatten(x), bits)
+    return unflatten(out, x.shape, x.stride())
+
+
 def _fake_pack_bits(mask: Tensor, backend: str = "auto") -> Tensor:
     return _fake_bits(_check_mask(mask))
 
@@ -101,6 +117,10 @@ def _fake_unpack_value(bits: Tensor, numel: int, value: Tensor, backend: str = "
     return value.new_empty(numel)
 
 
+def _fake_mask_by_bits(x: Tensor, bits: Tensor, backend: str = "auto") -> Tensor:
+    return x.new_empty_strided(x.shape, x.stride())
+
+
 _pack_bits_op = define_op('pack_bits(Tensor mask, str backend="auto") -> Tensor', _run_pack_bits, _fake_pack_bits)
 _pack_sign_op = define_op('pack_sign(Tensor x, str backend="auto") -> Tensor', _run_pack_sign, _fake_pack_sign)
 _unpack_bits_op = define_op(
@@ -110,4 +130,7 @@ _unpack_value_op = define_op(
     'unpack_value(Tensor bits, SymInt numel, Tensor value, str backend="auto") -> Tensor',
     _run_unpack_value,
     _fake_unpack_value,
+)
+_mask_by_bits_op = define_op(
+    'mask_by_bits(Tensor x, Tensor bits, str backend="auto") -> Tensor', _run_mask_by_bits, _fake_mask_by_bits
 )

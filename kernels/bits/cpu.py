@@ -7,7 +7,7 @@ from torch import Tensor
 
 from surgeon_fx.kernels.bits.reference import stray_bits
 from surgeon_fx.kernels.layout import FLOAT_BITS, bit_bytes
-from surgeon_fx.kernels.native import call, library, threads
+from surgeon_fx.kernels.native import library, threads
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -35,6 +35,14 @@ def unpack_value(bits: Tensor, numel: int, value: Tensor) -> Tensor:
     out = torch.empty(numel, dtype=value.dtype)
     width = value.element_size()
     pattern = int(value.view(FLOAT_BITS[value.dtype].integer)) & ((1 << 8 * width) - 1)
-    if call("sfx_unpack_value", bits.data_ptr(), numel, width, pattern, out.data_ptr(), threads()):
+    if library().sfx_select(bits.data_ptr(), numel, width, None, pattern, out.data_ptr(), threads()):
         raise ValueError(stray_bits(numel))
+    return out
+
+
+def mask_by_bits(x: Tensor, bits: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    given = (bits.data_ptr(), x.numel(), x.element_size(), x.data_ptr(), 0, out.data_ptr())
+    if library().sfx_select(*given, threads()):
+        raise ValueError(stray_bits(x.numel()))
     return out

@@ -45,3 +45,7 @@ def unpack_bits(bits: Tensor, numel: int) -> Tensor:
 
 def unpack_value(bits: Tensor, numel: int, value: Tensor) -> Tensor:
     return unpack_bits(bits, numel).to(value.dtype).mul_(value)
+
+
+def mask_by_bits(x: Tensor, bits: Tensor) -> Tensor:
+    return torch.where(unpack_bits(bits, x.numel()), x, 0.0)

@@ -27,6 +27,10 @@ def unpack_value(bits: Tensor, numel: int, value: Tensor) -> Tensor:
     return torch.where(unpack_bits(bits, numel), value, 0.0)
 
 
+def mask_by_bits(x: Tensor, bits: Tensor) -> Tensor:
+    return torch.where(unpack_bits(bits, x.numel()), x, 0.0)
+
+
 def check_stray(bits: Tensor, numel: int) -> None:
     """ValueError if bits behind the last element are set. Other devices are not waited for: there they are ignored."""
     if bits.device.type == "cpu" and numel % 8 and int(bits[-1]) >> numel % 8:

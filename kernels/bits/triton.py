@@ -42,6 +42,14 @@ def unpack_value_kernel(bits, n, x, out, SIZE: tl.constexpr):
     tl.store(out + at, tl.where(((byte >> (at % 8).to(tl.int32)) & 1) != 0, value, value ^ value), mask=at < n)
 
 
+@triton.jit
+def mask_by_bits_kernel(x, bits, n, out, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    byte = tl.load(bits + at // 8, mask=at < n, other=0).to(tl.int32)
+    value = tl.load(x + at, mask=at < n, other=0)
+    tl.store(out + at, tl.where(((byte >> (at % 8).to(tl.int32)) & 1) != 0, value, value ^ value), mask=at < n)
+
+
 def pack_bits(mask: Tensor) -> Tensor:
     bits = torch.empty(bit_bytes(mask.numel()), dtype=torch.uint8, device=mask.device)
     if mask.numel():
@@ -86,5 +94,16 @@ def unpack_value(bits: Tensor, numel: int, value: Tensor) -> Tensor:
         with on_device(bits):
             unpack_value_kernel[(triton.cdiv(numel, BLOCK),)](
                 bits, numel, value.view(integer), out.view(integer), SIZE=BLOCK, num_warps=NUM_WARPS
+            )
+    return out
+
+
+def mask_by_bits(x: Tensor, bits: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    integer = FLOAT_BITS[x.dtype].integer
+    if x.numel():
+        with on_device(x):
+            mask_by_bits_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+                x.view(integer), bits, x.numel(), out.view(integer), SIZE=BLOCK, num_warps=NUM_WARPS
             )
     return out

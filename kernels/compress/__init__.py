@@ -98,7 +98,7 @@ def decompress(compressed: Compressed, backend: str = "auto") -> Tensor:
     return _decompress_op(c.values, c.bitmask, c.shape, c.stride, check_backend(backend))
 
 
-def _check_parts(values: Tensor, bitmask: Tensor, numel: int) -> None:
+def check_parts(values: Tensor, bitmask: Tensor, numel: int) -> None:
     check_float(values, "values")
     if bitmask.dtype is not torch.uint8:
         raise ValueError(f"bitmask must be uint8, got {bitmask.dtype}")
@@ -132,7 +132,7 @@ def _run_decompress(
 ) -> Tensor:
     numel = math.prod(size)
     check_layout(size, stride)
-    _check_parts(values, bitmask, numel)
+    check_parts(values, bitmask, numel)
     values = values.detach()
     if values.numel() == numel:
         flat = values.clone()
@@ -146,7 +146,7 @@ def _run_decompress(
 def _fake_decompress(
     values: Tensor, bitmask: Tensor, size: Sequence[int], stride: Sequence[int], backend: str = "auto"
 ) -> Tensor:
-    _check_parts(values, bitmask, math.prod(size))
+    check_parts(values, bitmask, math.prod(size))
     return values.new_empty_strided(size, stride)
 
 

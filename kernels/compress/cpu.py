@@ -31,6 +31,26 @@ def compress_into(flat: Tensor, values: Tensor, bitmask: Tensor) -> None:
     )
 
 
+def compress_normalised(flat: Tensor, mean: Tensor, rstd: Tensor, length: int, kept: int) -> tuple[Tensor, Tensor]:
+    """Of runs of `length` elements, which take the statistics in turn."""
+    values = flat.new_empty(kept)
+    bitmask = torch.empty(bit_bytes(flat.numel()), dtype=torch.uint8)
+    call(
+        "sfx_compress_normalised",
+        flat.data_ptr(),
+        flat.numel(),
+        mean.data_ptr(),
+        rstd.data_ptr(),
+        length,
+        mean.numel(),
+        kept,
+        values.data_ptr(),
+        bitmask.data_ptr(),
+        threads(),
+    )
+    return values, bitmask
+
+
 def decompress(values: Tensor, bitmask: Tensor, numel: int) -> Tensor:
     flat = values.new_empty(numel)
     decompress_into(values, bitmask, flat)

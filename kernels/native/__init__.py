@@ -21,6 +21,11 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "sfx_openmp": (c_int, []),
     # x, n, width, inf, kept, values, mask, threads
     "sfx_compress": (c_int, [c_void_p, c_int64, c_int64, c_uint64, c_int64, c_void_p, c_void_p, c_int]),
+    # x, n, mean, rstd, length, groups, kept, values, mask, threads
+    "sfx_compress_normalised": (
+        c_int,
+        [c_void_p, c_int64, *(c_void_p,) * 2, *(c_int64,) * 3, *(c_void_p,) * 2, c_int],
+    ),
     # values, kept, mask, n, width, out, threads
     "sfx_decompress": (c_int, [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int]),
     # x, n, width, inf, bits, threads
@@ -29,8 +34,26 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "sfx_pack_bits": (None, [c_void_p, c_int64, c_void_p, c_int]),
     # bits, n, mask, threads
     "sfx_unpack_bits": (c_int, [c_void_p, c_int64, c_void_p, c_int]),
-    # bits, n, width, value, out, threads
-    "sfx_unpack_value": (c_int, [c_void_p, c_int64, c_int64, c_uint64, c_void_p, c_int]),
+    # bits, n, width, x, value, out, threads
+    "sfx_select": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_uint64, c_void_p, c_int]),
+    # g, values, kept, mask, batch, channels, plane, scale, dx, dw, db, threads
+    "sfx_batch_norm_grad": (
+        c_int,
+        [c_void_p, c_void_p, c_int64, c_void_p, *(c_int64,) * 3, *(c_void_p,) * 4, c_int],
+    ),
+    # g, values, kept, mask, rows, n, w, rstd, dx, dw, db, threads
+    "sfx_layer_norm_grad": (
+        c_int,
+        [c_void_p, c_void_p, c_int64, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 5, c_int],
+    ),
+    # g, values, kept, mask, sizes, dw, threads
+    "sfx_weight_grad": (c_int, [c_void_p, c_void_p, c_int64, c_void_p, POINTER(c_int64), c_void_p, c_int]),
+    # x, n, kind, codes, scales, threads
+    "sfx_quantize": (c_int, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]),
+    # codes, scales, n, kind, out, threads
+    "sfx_dequantize": (c_int, [c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int]),
+    # values, kept, mask, n, run, channels, weight, bias, out, threads
+    "sfx_rescale": (c_int, [c_void_p, c_int64, c_void_p, *(c_int64,) * 3, *(c_void_p,) * 3, c_int]),
     "sfx_blocks_check": (c_int, []),
     "sfx_blocks_install": (c_int, []),
     "sfx_blocks_trim": (c_int64, []),

@@ -8,10 +8,11 @@
  * Fresh mappings are faulted in page by page, which would be most of the price of returning memory. Activations come and
  * go in a few sizes, so freed mappings are kept for the next request of their size, under one rule: mappings in use and
  * mappings kept together never exceed what was in use at the highest moment of the last PERIODS periods between trims
- * (or, early on, FLOOR_BYTES more than is in use), nor three quarters of what the system once refused. So the peak of a
- * process that does the same again and again stays what it would be if every block went back at once. All of them go back
- * at a trim, before a fork, when the system refuses memory, and, by a thread that lives only while something is kept, once
- * nothing has happened for IDLE_MS (or SOON_MS, where the caller expects to be done).
+ * (or FLOOR_BYTES more than was in use at the last trim), nor three quarters of what the system once refused. So the peak of
+ * a process that does the same again and again stays what it would be if every block went back at once; FLOOR_BYTES matter
+ * only to steps that need no more. All of them go back at a trim, before a fork, when the system refuses memory, and, by a
+ * thread that lives only while something is kept, once nothing has happened for IDLE_MS (or SOON_MS, where the caller
+ * expects to be done).
  *
  * Refusals are also caught where libtorch_cpu and libstdc++ allocate. What they get stays malloc's; it is merely asked for
  * once more, after what is kept and a small reserve have been given up. oneDNN needs that: after one refusal it was seen to
@@ -44,16 +45,17 @@ enum { INSTALLED, NOT_SUPPORTED, NO_LIBC10, NOT_IMPORTED, TAKEN, REFUSED };
 #include <unistd.h>
 
 enum {
-    FROM_BYTES = 1 << 20, /* smaller blocks stay with malloc */
-    SLACK = 8,            /* a block may exceed the request by one part in so many */
+    FROM_BYTES = 256 << 10,  /* smaller blocks stay with malloc */
+    MALLOC_BYTES = 1 << 20,  /* smaller ones go to malloc where no mapping is to be had */
+    SLACK = 8,               /* a block may exceed the request by one part in so many */
     FLOOR_BYTES = 16 << 20,
-    KEPT_MOST = 256,      /* blocks */
+    KEPT_MOST = 256,         /* blocks */
     PERIODS = 3,
     IDLE_MS = 1000,
     SOON_MS = 50,
     RESERVE_BYTES = 8 << 20, /* of address space */
     WATCHER_STACK = 512 << 10,
-    MAPPED_CHUNK = 2,     /* malloc's flag of a block that is a mapping */
+    MAPPED_CHUNK = 2,        /* malloc's flag of a block that is a mapping */
 };
 
 /* At the start of a mapping, in front of the pointer that is handed out. It ends as the header of a mapped malloc block
@@ -70,6 +72,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all that follows 
 static Header *kept_blocks[KEPT_MOST]; /* oldest first */
 static int kept_count;
 static int64_t used, kept;    /* bytes */
+static int64_t used_at_trim;
 static int64_t most[PERIODS]; /* of `used`: since the last trim, between that and the one before, ... */
 static int64_t ceiling = INT64_MAX; /* of both together, once the system has refused */
 static void *reserve;         /* for those that must not be refused; NULL once given up */
@@ -118,7 +121,7 @@ static void unmap(Header *h) {
 
 /* Gives the oldest back until the rule holds and no more than `blocks` are left. */
 static void evict(int blocks) {
-    int64_t allowed = used + FLOOR_BYTES;
+    int64_t allowed = used_at_trim + FLOOR_BYTES;
     for (int i = 0; i < PERIODS; i++)
         if (allowed < most[i]) allowed = most[i];
     if (allowed > ceiling) allowed = ceiling;
@@ -129,6 +132,7 @@ static void evict(int blocks) {
 static int64_t release(void) {
     int64_t bytes = kept;
     while (kept_count) unmap(take_kept(kept_count - 1));
+    used_at_trim = used;
     if (active) {
         memmove(most + 1, most, (PERIODS - 1) * sizeof *most);
         most[0] = used;
@@ -198,6 +202,11 @@ static Header *map(size_t bytes) {
     return h;
 }
 
+/* Cuts off what a block has beyond the request. Only worth a system call where memory is known to be short. */
+static void shrink(Header *h, size_t bytes) {
+    if (h->bytes > bytes && !munmap((char *)h + bytes, h->bytes - bytes)) h->bytes = bytes;
+}
+
 /* The smallest kept block that serves, or a new one. NULL if the system refuses. */
 static Header *take(size_t bytes) {
     int best = -1;
@@ -205,7 +214,11 @@ static Header *take(size_t bytes) {
         size_t have = kept_blocks[i]->bytes;
         if (have >= bytes && have <= bytes + bytes / SLACK && (best < 0 || have < kept_blocks[best]->bytes)) best = i;
     }
-    if (best >= 0) return take_kept(best);
+    if (best >= 0) {
+        Header *h = take_kept(best);
+        if (ceiling != INT64_MAX) shrink(h, bytes);
+        return h;
+    }
     used += (int64_t)bytes; /* old blocks go before the new one comes */
     evict(KEPT_MOST);
     used -= (int64_t)bytes;
@@ -273,7 +286,8 @@ static int own_memalign(void **out, size_t alignment, size_t bytes) {
         idle_ms = IDLE_MS;
     }
     pthread_mutex_unlock(&lock);
-    if (!h) return posix_memalign(out, alignment, bytes); /* malloc may have room, or else the error is its own */
+    if (!h && bytes < MALLOC_BYTES) return retrying_memalign(out, alignment, bytes);
+    if (!h) return ENOMEM; /* malloc is not asked: for want of room it would set up another arena, 64 MiB of addresses for good */
     *out = h + 1;
     return 0;
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,8 +22,19 @@ OF_COLOR = ("saturation", "hue")  # three channels only
 DEGREES, SHIFT, SCALE, BLUR, NOISE = 15.0, 1 / 16, (0.9, 1.1), (0.001, 0.5), 0.005
 
 
-def augment(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Jitter in a random order, a small affine move, blur, a flip, noise. Images N x C x H x W, pixels in [0, 1]."""
+def augment(x: Any, generator: torch.Generator) -> Any:
+    """Jitter in a random order, a small affine move, blur, a flip, noise. Images N x C x H x W, pixels in [0, 1].
+
+    Of a batch with names, such as {"pixel_values": ...}, the images are changed and the rest stays as it is.
+    """
+    if isinstance(x, Mapping):
+        names = [name for name, value in x.items() if isinstance(value, Tensor) and value.dim() == 4]
+        if len(names) != 1:
+            raise ValueError(
+                "the default augmentation is for one tensor of images, N x C x H x W, in a batch; "
+                f"pass augment= for a batch of {', '.join(map(str, x))}"
+            )
+        return {**x, names[0]: augment(x[names[0]], generator)}
     _check(x)
     transforms = require("torchvision.transforms.v2.functional")
 

@@ -19,6 +19,16 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_map_only
 from surgeon_fx.adapt.losses import Loss, as_loss
 from surgeon_fx.adapt.statistics import adapting
 from surgeon_fx.api import is_transformed
+from surgeon_fx.distributed import (
+    check_reduced,
+    is_empty,
+    local,
+    ranks_of,
+    reshard,
+    unwrapped,
+    zero_loss,
+    zeros_like,
+)
 from surgeon_fx.inputs import batch_size, call, on_one_device
 from surgeon_fx.modules import Trains, trains
 
@@ -47,11 +57,17 @@ class Adapter:
     returns, whose None means that there is nothing to learn; `loss_fn` is another name for it. `train` says what is
     trained, as in `surgeon_fx.plan`. `prior` mixes source and batch statistics in batch norms, as if `prior` source
     samples were in the batch: for small batches; the mixture counts as constant in backward. `resettable=False` does
-    without the copy of the trained parameters that `reset` needs.
+    without the copy of the trained parameters that `reset` needs. `scaler` is a `torch.amp.GradScaler`, for steps under
+    float16 autocast.
+
+    A model in `DistributedDataParallel`, or sharded by `fully_shard`, is adapted by all its ranks together: each calls
+    its adapter with a batch of its own, and learns from the mean of those that have something to learn from. A rank
+    whose batch is empty, whose loss is not finite, or that finds nothing to learn takes part without a gradient.
     """
 
     lr: float = 1e-4
     statistics = True  # batch norms see the batch
+    takes_ranks = True  # whether its steps can be taken by several ranks together
 
     def __init__(
         self,
@@ -65,6 +81,7 @@ class Adapter:
         train: Trains = None,
         prior: float = 0.0,
         resettable: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -74,14 +91,19 @@ class Adapter:
             raise ValueError(f"prior must be a number of samples, 0 or more, got {prior}")
         if loss_fn is not None and loss != "entropy":
             raise ValueError("loss and loss_fn are two names for one thing: give one of them")
-        self.model, self.prior, self.resettable = model, prior, resettable
+        self.model, self.prior, self.resettable, self.scaler = model, prior, resettable, scaler
+        self.ranks = ranks_of(model)
+        self._needs(self.ranks is None or self.takes_ranks, "adapts in one process, and the model is on several ranks")
+        reshard(model)
         self.loss = as_loss(loss if loss_fn is None else loss_fn)
         chosen = trains(model, train)
         self.trained = {name: p for name, p in model.named_parameters() if chosen(name, p)}
+        check_reduced(model, self.trained)
         self.optimizer = self._optimizer(optimizer, self.lr if lr is None else lr)
         self.scheduler = self._scheduler(scheduler)
         self.last = Step()
-        self._warned = False
+        self.mean_loss = 0.0  # of the last step, over the ranks that had one
+        self._warned = self._empty = False
         self.loss.check(self)
         self._remember()
 
@@ -114,7 +136,7 @@ class Adapter:
         return made
 
     def __call__(self, x: Any) -> Any:
-        batch_size(x)
+        x = self._batch(x)
         with torch.inference_mode(False), self._adapting(), torch.set_grad_enabled(bool(self.trained)):
             x = _apart(x)
             self.zero_grad()
@@ -122,14 +144,26 @@ class Adapter:
                 output = self._learn(x) if self.trained else self._forward(x)
             finally:
                 self.zero_grad()
-        return _detached(output)
+                reshard(self.model)
+        return self._returned(output)
 
     @torch.no_grad()
     def predict(self, x: Any) -> Any:
         """The predictions for a batch as the adapter would make them, without learning from it."""
-        batch_size(x)
+        x = self._batch(x)
         with torch.inference_mode(False), self._adapting():
-            return _detached(self._forward(_apart(x)))
+            return self._returned(self._forward(_apart(x)))
+
+    def _batch(self, x: Any) -> Any:
+        """What the model is called with: of several ranks, one without samples takes part with a sample of zeros."""
+        self._empty = self.ranks is not None and is_empty(x)
+        x = zeros_like(x) if self._empty else x
+        batch_size(x)
+        reshard(self.model)
+        return x
+
+    def _returned(self, output: Any) -> Any:
+        return _detached(output, (lambda t: t[:0]) if self._empty else Tensor.detach)
 
     def _adapting(self) -> contextlib.AbstractContextManager[None]:
         return adapting(self.model, self.trained.values(), self.statistics, self.prior)
@@ -142,26 +176,78 @@ class Adapter:
         """What a call does: by default one step of the loss."""
         return self.loss.step(self, x)
 
+    def learn(self, run: Callable[[Any], tuple[Tensor | None, Any]], x: Any) -> tuple[Any, bool]:
+        """Forward and backward of a batch; the output, and whether there is something to go on from, on any rank.
+
+        `run` takes the batch to a loss and an output.
+        """
+        state = None if self.ranks is None else copy.deepcopy(self.loss.state_dict())
+        loss, output = run(x)
+        if self.ranks is None:
+            self.backward(loss)
+            return output, not self.last.skipped
+        reason = self._nothing_in(loss)
+        broken = reason.startswith("the loss is")
+        value = float("nan") if loss is None else float(loss.detach())
+        learners, spoilt, total = self.ranks.sum([not reason, broken, 0.0 if reason else value])
+        self.last = Step(None if loss is None else value, reason, selected=self.loss.selected)
+        if not learners:
+            return output, False
+        self.mean_loss = total / learners
+        if spoilt:  # no gradient of what is not finite is zero: those ranks take part with zeros, and so all run again
+            self.loss.load_state_dict(state)  # type: ignore[arg-type]
+            loss, again = run(zeros_like(x) if broken else x)
+        else:
+            again = output
+        if reason:
+            loss = zero_loss(again)
+        elif learners < self.ranks.size:
+            assert loss is not None
+            loss = loss * (self.ranks.size / learners)  # the wrapper divides by all ranks
+        del again
+        assert loss is not None
+        self._scaled(loss).backward()
+        return output, True
+
     def backward(self, loss: Tensor | None) -> None:
         """Backward from a loss that has something to say; `last` says how it went."""
-        selected = self.loss.selected
+        reason = self._nothing_in(loss)
+        value = None if loss is None else float(loss.detach())
+        self.last = Step(value, reason, selected=self.loss.selected)
+        if not reason:
+            assert loss is not None
+            assert value is not None
+            self.mean_loss = value
+            self._scaled(loss).backward()
+
+    def _nothing_in(self, loss: Tensor | None) -> str:
+        """Why there is nothing to learn from a loss; empty if there is."""
+        if self._empty:
+            return "the batch is empty"
         if loss is None:
-            self.last = Step(skipped="no sample was chosen", selected=selected)
-            return
+            return "no sample was chosen"
         value = float(loss.detach())
         if math.isfinite(value):
-            loss.backward()
-            self.last = Step(value, selected=selected)
-        else:
-            self._warn(f"the loss is {value}: the model is left as it is")
-            self.last = Step(value, f"the loss is {value}", selected=selected)
+            return ""
+        self._warn(f"the loss is {value}: the model is left as it is")
+        return f"the loss is {value}"
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
     def has_finite_gradient(self) -> bool:
         """Whether there is a gradient and all of it is finite; `last` says so where it is not."""
-        grads = [p.grad for p in self.trained.values() if p.grad is not None]
+        grads = [local(p.grad) for p in self.trained.values() if p.grad is not None]
         values = [g.coalesce().values() if g.is_sparse else g for g in grads if g.numel()]
-        if values and not torch.isfinite(on_one_device(torch.linalg.vector_norm(x, math.inf) for x in values)).all():
-            self._warn("a gradient is not finite: the model is left as it is")
+        norms = [torch.linalg.vector_norm(x, math.inf) for x in values]
+        finite = not norms or bool(torch.isfinite(on_one_device(norms)).all())
+        if self.ranks is not None:
+            finite = not self.ranks.sum([not finite])[0]
+        if not finite:
+            if self.scaler is None:
+                self._warn("a gradient is not finite: the model is left as it is")
+            else:  # the same on every rank, whichever of them saw it
+                self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
             self.last = replace(self.last, skipped="a gradient is not finite")
             return False
         return bool(grads)
@@ -171,10 +257,14 @@ class Adapter:
         if not self.has_finite_gradient():
             return False
         assert self.optimizer is not None
-        self.optimizer.step()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         torch.clear_autocast_cache()  # of casts of what the weights were
         if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(self.last.loss or 0.0)
+            self.scheduler.step(self.mean_loss)
         elif self.scheduler is not None:
             self.scheduler.step()
         return True
@@ -211,6 +301,7 @@ class Adapter:
             "trained": {name: parameter.detach() for name, parameter in self.trained.items()},
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "loss": self.loss.state_dict(),
             **self._own_state(),
         }
@@ -222,9 +313,9 @@ class Adapter:
         if state["trained"].keys() != self.trained.keys():
             different = state["trained"].keys() ^ self.trained.keys()
             raise ValueError(f"state must hold what is trained; different: {', '.join(sorted(different)[:3])}")
-        parts = [(self.optimizer, state["optimizer"]), (self.scheduler, state["scheduler"])]
+        parts = [(getattr(self, part), state.get(part)) for part in ("optimizer", "scheduler", "scaler")]
         if any((own is None) != (saved is None) for own, saved in parts):
-            raise ValueError("state must be of an adapter with the same optimizer and scheduler")
+            raise ValueError("state must be of an adapter with the same optimizer, scheduler and scaler")
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(state["trained"][name])
@@ -248,8 +339,8 @@ class Adapter:
         count, total = (sum(p.numel() for p in ps) for ps in (self.trained.values(), self.model.parameters()))
         kind = "transformed " if is_transformed(self.model) else ""
         return (
-            f"{type(self).__name__}({kind}{type(self.model).__name__}, trains {count:,} of {total:,} parameters "
-            f"in {len(self.trained)} tensors{self._settings()})"
+            f"{type(self).__name__}({kind}{type(unwrapped(self.model)).__name__}, trains {count:,} of {total:,} "
+            f"parameters in {len(self.trained)} tensors{self._settings()})"
         )
 
     def _settings(self) -> str:
@@ -262,17 +353,17 @@ def _apart(x: Any) -> Any:
     return tree_map_only(Tensor, lambda t: cast(Tensor, t.clone() if t.is_inference() else t.detach()), x)
 
 
-def _detached(output: Any) -> Any:
+def _detached(output: Any, each: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
     """What the model returned, without its graph: tensors in containers, dictionaries and data classes of any type."""
     if isinstance(output, Tensor):
-        return output.detach()
+        return each(output.detach())
     if is_dataclass(output) and not isinstance(output, (type, Mapping)):
-        return replace(output, **{f.name: _detached(getattr(output, f.name)) for f in fields(output) if f.init})
+        return replace(output, **{f.name: _detached(getattr(output, f.name), each) for f in fields(output) if f.init})
     if isinstance(output, dict) and not _is_node(output):
         new = copy.copy(output)
-        new.update({key: _detached(value) for key, value in output.items()})
+        new.update({key: _detached(value, each) for key, value in output.items()})
         return new
-    return tree_map_only(Tensor, Tensor.detach, output)
+    return tree_map_only(Tensor, lambda t: each(t.detach()), output)
 
 
 def _is_node(output: Any) -> bool:

@@ -37,6 +37,7 @@ class CoTTA(Adapter):
     nearest number of classes. Teacher and source model run without a graph.
     """
 
+    takes_ranks = False
     lr = 1e-3
 
     def __init__(

@@ -56,6 +56,7 @@ class EcoTTA(Adapter):
     predictions with H < `margin` ln C, which are those that it returns. The model itself never changes.
     """
 
+    takes_ranks = False
     lr = 5e-3
 
     def __init__(
@@ -246,7 +247,7 @@ class EcoTTA(Adapter):
         def match(k: int, before: Tensor, frozen: Tensor) -> Tensor:
             out = self.meta[k](before, frozen)
             loss = self.weight * (out - frozen).abs().mean()
-            loss.backward()
+            self._scaled(loss).backward()
             distances.append(float(loss.detach()))
             return out.detach()  # parts learn apart
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from surgeon_fx.distributed import is_dtensor, local
 from surgeon_fx.inputs import call, on_one_device
 from surgeon_fx.losses import CERTAIN, certain_entropy, entropies, entropy, logits_of, predictions
 
@@ -42,9 +43,13 @@ class Loss:
         return entropy(output)
 
     def step(self, adapter: Adapter, x: Any) -> Any:
-        output = call(adapter.model, x)
-        adapter.backward(self.value(output, adapter.trained))
-        adapter.update()
+        def run(x: Any) -> tuple[Tensor | None, Any]:
+            output = call(adapter.model, x)
+            return self.value(output, adapter.trained), output
+
+        output, learns = adapter.learn(run, x)
+        if learns:
+            adapter.update()
         return output
 
     def check(self, adapter: Adapter) -> None:
@@ -164,18 +169,27 @@ class SarLoss(Loss):
         return chosen.mean() if self.selected else None
 
     def step(self, adapter: Adapter, x: Any) -> Any:
-        output = call(adapter.model, x)
-        certain = entropies(output).detach() < self._limit(output)
-        adapter.backward(self.value(output, adapter.trained))
-        if not adapter.last.skipped and adapter.has_finite_gradient():
+        certain: list[Tensor] = []
+
+        def first(x: Any) -> tuple[Tensor | None, Any]:
+            output = call(adapter.model, x)
+            certain[:] = [entropies(output).detach() < self._limit(output)]
+            return self.value(output, adapter.trained), output
+
+        def second(x: Any) -> tuple[Tensor | None, Any]:
+            output = call(adapter.model, x)
+            return self._second(output, certain[0]), output
+
+        output, learns = adapter.learn(first, x)
+        if learns and adapter.has_finite_gradient():
             moved = self._climb(adapter)
             try:
-                adapter.backward(self._second(call(adapter.model, x), certain))
+                _, learns = adapter.learn(second, x)
             finally:
                 with torch.no_grad():
                     for parameter, start in moved:
                         parameter.copy_(start)
-            if not adapter.last.skipped and adapter.update():
+            if learns and adapter.update():
                 self._follow(adapter, logits_of(output).shape[1])
         return output
 
@@ -186,10 +200,13 @@ class SarLoss(Loss):
     def _climb(self, adapter: Adapter) -> list[tuple[nn.Parameter, Tensor]]:
         """Moves the weights by rho along the gradient, and clears that; what they were."""
         own = [parameter for parameter in adapter.trained.values() if parameter.grad is not None]
-        norm = on_one_device(torch.linalg.vector_norm(p.grad) for p in own if p.grad is not None).norm()
+        norm = on_one_device(torch.linalg.vector_norm(local(p.grad)) for p in own if p.grad is not None).norm()
+        if adapter.ranks is not None and any(is_dtensor(parameter) for parameter in own):
+            norm = norm.new_tensor(math.sqrt(adapter.ranks.sum([float(norm) ** 2])[0]))
         before = [(parameter, parameter.detach().clone()) for parameter in own]
         for parameter in own:
-            parameter.add_(parameter.grad * (self.rho / (norm + 1e-12)).to(parameter.device))
+            assert parameter.grad is not None
+            local(parameter).add_(local(parameter.grad) * (self.rho / (norm + 1e-12)).to(parameter.device))
         torch.clear_autocast_cache()  # of casts of what the weights were
         adapter.zero_grad()
         return before
@@ -200,8 +217,7 @@ class SarLoss(Loss):
         return found.mean() if found.numel() else None
 
     def _follow(self, adapter: Adapter, classes: int) -> None:
-        second = adapter.last.loss
-        assert second is not None
+        second = adapter.mean_loss
         self.mean = second if self.mean is None else MOVING * self.mean + (1 - MOVING) * second
         floor = self.FLOOR * math.log(classes) / math.log(self.FLOOR_CLASSES) if self.floor is None else self.floor
         if self.mean < floor:

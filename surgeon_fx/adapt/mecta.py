@@ -26,6 +26,7 @@ class MECTA(Tent):
     `cache_bytes` is what the method's authors count as its memory: the channels its norms keep, and nothing else.
     """
 
+    takes_ranks = False
     lr = 2.5e-3
 
     def __init__(

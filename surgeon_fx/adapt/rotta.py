@@ -79,6 +79,7 @@ class RoTTA(Adapter):
     statistics move by `norm_momentum` of the memory in that pass alone; the model's own stay what they are.
     """
 
+    takes_ranks = False
     lr = 1e-3
 
     def __init__(

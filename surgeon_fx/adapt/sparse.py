@@ -14,7 +14,7 @@ from surgeon_fx.adapt.base import Adapter
 from surgeon_fx.adapt.eager import NORM_LR, FullTuning
 from surgeon_fx.adapt.shift import Shift
 from surgeon_fx.api import is_transformed, ratios, transform
-from surgeon_fx.importance import SAMPLES, Importance, refresh
+from surgeon_fx.importance import SAMPLES, Importance, importance_pass
 from surgeon_fx.inputs import call
 from surgeon_fx.kernels.layout import check_ratio
 from surgeon_fx.losses import consistency, logits_of
@@ -63,7 +63,7 @@ class Surgeon(Adapter):
         static_ratio: float = 0.9,
         every: int | None = 1,
         on_shift: bool | float = False,
-        augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
+        augment: Callable[[Any, torch.Generator], Any] | None = None,
         train: Trains = None,
         lr: float | None = None,
         optimizer: Any = None,
@@ -99,44 +99,57 @@ class Surgeon(Adapter):
         self._needs(not cr or self.loss.passes == 1, "compares views in one pass, and the loss takes two: leave out cr")
 
     def _learn(self, x: Any) -> Any:
+        view = self.augment(x, self.generator) if self.cr else None  # first: it may refuse a batch
         due = self._due(x)
         if due:
-            self.importance = refresh(
+            self.importance = importance_pass(
                 self.model,
                 x,
-                self.loss.importance,
+                lambda output: None if self._empty else self.loss.importance(output),
+                ranks=self.ranks,
                 samples=self.samples,
                 static_ratio=self.static_ratio,
                 generator=self.generator,
+                scale=1.0 if self.scaler is None else self.scaler.get_scale(),
             )
         found = due and self.importance is not None and bool(self.importance.G)
         self.batches += 1
-        output = self._learn_consistent(x) if self.cr else super()._learn(x)
+        output = self._learn_consistent(x, view) if self.cr else super()._learn(x)
         self.last = replace(self.last, refreshed=found)
         return output
 
     def _due(self, x: Any) -> bool:
-        shifted = self.shift is not None and self.shift(x)
+        shifted = self.shift is not None and not self._empty and self.shift(x)
+        if self.shift is not None and self.ranks is not None:  # a pass is one of all ranks
+            shifted = bool(self.ranks.sum([shifted])[0])
         planned = not self.batches or (self.every is not None and self.batches % self.every == 0)
-        if planned and self.shift is not None:
+        if planned and self.shift is not None and not self._empty:
             self.shift.follow(x)
         return planned or shifted
 
-    def _learn_consistent(self, x: Any) -> Any:
+    def _learn_consistent(self, x: Any, view: Any) -> Any:
         """Both views get their gradient, and only one graph is alive at a time: the other view stands in as numbers."""
-        view = self.augment(x, self.generator)
         with torch.no_grad():
             other = logits_of(call(self.model, view)).clone()
         torch.clear_autocast_cache()  # casts made without gradients have none
-        output = call(self.model, x)
         weight = CONSISTENCY * other.shape[1]
-        loss, term = self.loss.value(output, self.trained), weight * consistency(output, other)
-        self.backward(term if loss is None else loss + term)
-        del loss, term
+
+        def run(x: Any) -> tuple[Tensor, Any]:
+            output = call(self.model, x)
+            loss, term = self.loss.value(output, self.trained), weight * consistency(output, other)
+            return term if loss is None else loss + term, output
+
+        def run_view(view: Any) -> tuple[Tensor, Any]:
+            output = call(self.model, view)
+            return weight * consistency(fixed, output), output
+
+        output, learns = self.learn(run, x)
         fixed = logits_of(output).detach()
-        if not self.last.skipped:
-            (weight * consistency(fixed, call(self.model, view))).backward()
-        self.update()
+        if learns:
+            step, mean = self.last, self.mean_loss
+            self.learn(run_view, view)
+            self.last, self.mean_loss = step, mean  # the first tells of both
+            self.update()
         return output
 
     def _own_state(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Attention: q, k, v and the output stay exact, the projections around them are linear layers.
+"""Attention: q, k, v and the output stay whole, the projections around them are linear layers.
 
-Reference: the native functions themselves. `F.multi_head_attention_forward` is Python over others, which are
-substituted one by one.
+Reference: the native functions themselves, over rounded activations where `Config(exact_saves=...)` asks for it.
+`F.multi_head_attention_forward` is Python over others, which are substituted one by one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon_fx.ops.common import remember_exact
+from surgeon_fx.ops.rounded import run_rounded
 from surgeon_fx.ops.slots import find_key, find_slot
 
 OUT_PROJECTION = 11  # the place of its weight among the arguments
@@ -21,14 +22,17 @@ OUT_PROJECTION = 11  # the place of its weight among the arguments
 def scaled_dot_product_attention(
     layer: str, /, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """No map is kept. Whoever prunes one of the four tensors that are kept shares it instead.
+    """No map is kept. Whoever prunes one of the four tensors that are kept, rounded or not, shares it instead.
 
     Where torch has no kernel (a mask that needs a gradient), it writes attention out, over scaled copies of q and k.
     """
-    output = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    native, slot = F.scaled_dot_product_attention, find_slot(layer, query)
+    if slot.group.exact_saves is not None:
+        return run_rounded(slot, native.__name__, native, query, key, value, *args, **kwargs)
+    output = native(query, key, value, *args, **kwargs)
     if output.grad_fn is not None:
         fused = "ScaledDotProduct" in output.grad_fn.name()
-        remember_exact(find_slot(layer, query), output.grad_fn, [query, key, value, output] if fused else [value])
+        remember_exact(slot, output.grad_fn, [query, key, value, output] if fused else [value])
     return output
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from surgeon_fx.distributed import is_dtensor
 from surgeon_fx.ops.keep import is_prunable, keep_exactly
 from surgeon_fx.ops.slots import Slot, mark, note
 
 RECORDS = "surgeon_fx_records"  # in the metadata of an autograd node: records of what it keeps exactly
+MAPPED_BYTES = 1 << 20  # of a tensor that is not read; a smaller one costs less than its mapping
 
 
 def run_exactly(
@@ -28,14 +32,16 @@ def run_exactly(
 
 
 def remember_exact(slot: Slot, node: Any, activations: Sequence[Tensor]) -> None:
-    """Has whoever prunes one of these share it, for as long as the native node keeps it as it is."""
-    if slot.group.table.prunes:
+    """Has whoever prunes or rounds one of these share it, for as long as the native node keeps it as it is."""
+    if slot.group.table.prunes or slot.group.exact_saves:
         node.metadata[RECORDS] = [keep_exactly(x) for x in activations]
 
 
 def needs_graph(*tensors: Tensor | None) -> bool:
-    """Whether autograd would record an operation on these."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    """Whether autograd would record an operation on these that may be ours: tensor-parallel ones are native."""
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
+        return False
+    return not any(is_dtensor(x) for x in tensors)
 
 
 def is_parameter(x: Any) -> bool:
@@ -65,3 +71,22 @@ def each(value: int | Sequence[int], dims: int) -> list[int]:
 def reduce_to(gradient: Tensor, shape: Sequence[int]) -> Tensor:
     """Sums a gradient over the dimensions that broadcasting added."""
     return gradient if gradient.shape == torch.Size(shape) else gradient.sum_to_size(tuple(shape))
+
+
+def stand_in(like: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor for an operation that asks for the layout of an argument and does not read it. `like` is on its device.
+
+    torch makes a contiguous argument of any other even then. So on a CPU it is contiguous where it should be, and takes
+    no room: its memory is mapped and never touched. (It would read as zeros.)
+    """
+    layout = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    size = layout.untyped_storage().nbytes()
+    if size < MAPPED_BYTES:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
+    if like.device.type == "cpu" and type(like) is Tensor:  # and not one that stands for another
+        with suppress(OSError, AttributeError):  # refused, or a system without private mappings
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
+    if layout.is_contiguous():
+        return torch.empty((), dtype=dtype, device=like.device).expand(shape)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)

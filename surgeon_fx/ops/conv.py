@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon_fx.ops.common import autocast_dtype, cast, each, needs_graph, run_exactly
-from surgeon_fx.ops.keep import Kept, can_prune, restored, save, without_surroundings
+from surgeon_fx.kernels.sparse_grad import conv_weight_grad, weight_grad_pays
+from surgeon_fx.ops.common import autocast_dtype, cast, each, needs_graph, run_exactly, stand_in
+from surgeon_fx.ops.keep import Kept, can_prune, save, without_surroundings
 from surgeon_fx.ops.slots import Slot, find_slot, mark
 
 Sizes = int | Sequence[int]
@@ -27,25 +28,51 @@ class Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, slot: Slot, ratio: float, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]
     ) -> Tensor:
-        dtype = autocast_dtype(x)
+        dtype, given = autocast_dtype(x), x
         x = cast(x, dtype)
         ctx.dtype, ctx.geometry, ctx.has_bias = dtype, geometry, bias is not None
-        ctx.layout = (x.shape, x.stride(), x.dtype, x.device)
-        save(ctx, [Kept(slot, x, ratio)] if weight.requires_grad else [], weight)
+        ctx.layout = x.shape, x.stride(), x.dtype
+        save(ctx, [Kept(slot, x, ratio, cast_of=given)] if weight.requires_grad else [], weight)
         return torch.convolution(x, cast(weight, dtype), cast(bias, dtype), *geometry)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        activations, (weight,) = restored(ctx)
+        *saved, weight = ctx.saved_tensors
         _, _, wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        dw = _sparse_weight_grad(ctx, grads[0], saved, weight) if wants_weight else None
+        # Gradients that do not read the input ask for its layout alone.
+        x = ctx.kept[0].restore(*saved) if dw is None and saved else stand_in(grads[0], *ctx.layout)
         *_, transposed, _, groups = ctx.geometry
-        shape, stride, dtype, device = ctx.layout
-        x = activations[0] if activations else torch.empty_strided(shape, stride, dtype=dtype, device=device)
         sizes = [weight.shape[1] * groups if transposed else weight.shape[0]] if ctx.has_bias else None
-        found = torch.ops.aten.convolution_backward(
-            grads[0], x, cast(weight, ctx.dtype), sizes, *ctx.geometry, [wants_x, wants_weight, wants_bias]
-        )
-        return None, None, *found, None
+        if dw is None:
+            found = torch.ops.aten.convolution_backward(
+                grads[0], x, cast(weight, ctx.dtype), sizes, *ctx.geometry, [wants_x, wants_weight, wants_bias]
+            )
+            return None, None, *found, None
+        dx = None
+        if wants_x:
+            dx = torch.ops.aten.convolution_backward(
+                grads[0], x, cast(weight, ctx.dtype), sizes, *ctx.geometry, [True, False, False]
+            )[0]
+        db = grads[0].sum((0, *range(2, grads[0].dim()))) if wants_bias else None
+        return None, None, dx, dw, db, None
+
+
+def _sparse_weight_grad(ctx: Any, grad: Tensor, saved: Sequence[Any], weight: Tensor) -> Tensor | None:
+    """The weight gradient from what was kept, where that takes less time than restoring it."""
+    shape, *_ = ctx.layout
+    *_, groups = ctx.geometry
+    if not saved or not weight_grad_pays(saved[0].numel(), grad, shape, weight.shape, groups):
+        return None
+    found = ctx.kept[0].packed(*saved)
+    if found is None:
+        return None
+    stride, padding, dilation, transposed, _, _ = ctx.geometry
+    values, bitmask = found
+    return conv_weight_grad(
+        *(grad, values, bitmask, shape, ctx.kept[0].restored_stride, weight.shape),
+        *(stride, padding, dilation, transposed, groups),
+    )
 
 
 def _convolve(

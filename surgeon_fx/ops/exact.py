@@ -1,6 +1,7 @@
 """Functions that keep an activation as it is: the native function runs, and whoever prunes the same memory shares it.
 
-A row of `KEPT` says which the function keeps, its input, its output or both.
+A row of `KEPT` says which the function keeps, its input, its output or both. `Config(exact_saves=...)` has what it
+keeps rounded, as far as the function stands it: see `rounded.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon_fx.ops.common import remember_exact
+from surgeon_fx.ops.rounded import rounding_for, run_rounded
 from surgeon_fx.ops.slots import find_slot
 
 KEPT = {
@@ -34,11 +36,16 @@ def _exact(name: str) -> Callable[..., Tensor]:
     native: Callable[..., Tensor] = getattr(F, name, None) or getattr(torch, name)
 
     def exact(key: str, *args: Any, **kwargs: Any) -> Tensor:
-        output = native(*args, **kwargs)
         x = args[0] if args else kwargs.get("input")
-        if output.grad_fn is not None and isinstance(x, Tensor):
+        if not isinstance(x, Tensor):
+            return native(*args, **kwargs)
+        slot = find_slot(key, x)
+        if rounding_for(slot, name) is not None:
+            return run_rounded(slot, name, native, *args, **kwargs)
+        output = native(*args, **kwargs)
+        if output.grad_fn is not None:
             kept = {"input": [x], "output": [output], "both": [x, output]}[KEPT[name]]
-            remember_exact(find_slot(key, x), output.grad_fn, kept)
+            remember_exact(slot, output.grad_fn, kept)
         return output
 
     exact.__name__ = exact.__qualname__ = name

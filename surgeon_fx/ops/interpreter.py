@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from surgeon_fx.ops.keep import is_checkpointed
 from surgeon_fx.ops.registry import Rule, rule_for
+from surgeon_fx.ops.rounded import may_save, run_unknown
 from surgeon_fx.ops.slots import MARK
 
 MOST_NODES = 64  # of the graph behind a computed weight
@@ -42,8 +43,10 @@ class Interpreter(TorchFunctionMode):
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         rule = rule_for(func, kwargs)
-        if rule is None or is_checkpointed():  # where backward runs it again, no interpreter is on: native, both times
+        if is_checkpointed():  # where backward runs it again, no interpreter is on: native, both times
             return func(*args, **kwargs)
+        if rule is None:
+            return run_unknown(self.key, func, *args, **kwargs) if may_save(func) else func(*args, **kwargs)
         parameters = self._parameters_of(rule, args, kwargs)
         key = self._key_of(parameters)
         if key is None:

@@ -7,7 +7,7 @@ activation is copied whole: gradients are then equal to rounding, as compilers h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from surgeon_fx.kernels import compress, decompress, pack_sign, unpack_value
 from surgeon_fx.kernels.compress import Compressed
-from surgeon_fx.kernels.layout import densify, flatten, unflatten
+from surgeon_fx.kernels.compress.normalised import compress_normalised, compress_normalised_pays
+from surgeon_fx.kernels.layout import densify, flatten, is_row_major, unflatten
+from surgeon_fx.kernels.sparse_grad import conv_weight_grad, linear_weight_grad
 from surgeon_fx.ops.keep import can_prune
 from surgeon_fx.ops.pool import Window
 from surgeon_fx.ops.slots import ratio_behind
@@ -31,6 +33,17 @@ def _pack(x: Tensor, layer: str) -> tuple[Tensor, Tensor]:
         found = compress(x, ratio)
         return found.values, found.bitmask
     return flatten(x).clone(), x.new_empty(0, dtype=torch.uint8)
+
+
+def _pack_normalised(
+    x: Tensor, mean: Tensor, rstd: Tensor, by: str, layer: str, dense: Callable[[], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """x-hat; `dense` computes it where no kernel prunes it straight from `x`."""
+    ratio = ratio_behind(layer)
+    if can_prune(x, ratio) and compress_normalised_pays(x, mean, by):
+        found = compress_normalised(x, mean, rstd, by, ratio)
+        return found.values, found.bitmask
+    return _pack(dense(), layer)
 
 
 def _fake_pack(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,14 +103,20 @@ def _save(ctx: Any, x: Tensor, kept: Sequence[Tensor], *others: Tensor | None) -
 def _linear_back(ctx: Any, g: Tensor, *_: Any) -> tuple[Any, ...]:
     values, bitmask, weight = ctx.saved_tensors
     rows = g.reshape(-1, weight.shape[0])
-    x = restore(values, bitmask, ctx.size, ctx.stride)
     return (
         rows.mm(weight).view(ctx.size) if ctx.needs_input_grad[0] else None,
-        rows.t().mm(x.reshape(-1, weight.shape[1])) if ctx.needs_input_grad[1] else None,
+        _linear_weight_grad(ctx, rows, values, bitmask) if ctx.needs_input_grad[1] else None,
         rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None,
         None,
         None,
     )
+
+
+def _linear_weight_grad(ctx: Any, rows: Tensor, values: Tensor, bitmask: Tensor) -> Tensor:
+    inputs = ctx.size[-1]
+    if is_row_major(ctx.size, ctx.stride):
+        return linear_weight_grad(rows, values, bitmask, inputs)
+    return rows.t().mm(restore(values, bitmask, ctx.size, ctx.stride).reshape(-1, inputs))
 
 
 linear.register_autograd(_linear_back, setup_context=_linear_setup)
@@ -126,21 +145,23 @@ def _(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, 
 def _conv_setup(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, bias, *ctx.geometry, values, bitmask = inputs
     _save(ctx, x, (values, bitmask), weight)
-    ctx.bias_sizes = None if bias is None else [bias.shape[0]]
+    ctx.has_bias = bias is not None
 
 
 def _conv_back(ctx: Any, g: Tensor, *_: Any) -> tuple[Any, ...]:
     values, bitmask, weight = ctx.saved_tensors
     stride, padding, dilation, groups = ctx.geometry
-    wanted = [*ctx.needs_input_grad[:2], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
-    found = aten.convolution_backward(
-        g,
-        restore(values, bitmask, ctx.size, ctx.stride),
-        weight,
-        ctx.bias_sizes,
-        *(stride, padding, dilation, False, [0, 0], groups, wanted),
-    )
-    return *found, None, None, None, None, None, None
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    dx = dw = None
+    if wants_x:  # asks for the input's shape alone
+        shape_only = g.new_empty(()).expand(ctx.size)
+        geometry = (stride, padding, dilation, False, [0, 0], groups)
+        dx = aten.convolution_backward(g, shape_only, weight, None, *geometry, [True, False, False])[0]
+    if wants_weight:
+        sizes = (ctx.size, ctx.stride, weight.shape)
+        dw = conv_weight_grad(g, values, bitmask, *sizes, stride, padding, dilation, False, groups)
+    db = g.sum((0, 2, 3)) if ctx.has_bias and wants_bias else None
+    return dx, dw, db, None, None, None, None, None, None
 
 
 conv2d.register_autograd(_conv_back, setup_context=_conv_setup)
@@ -152,8 +173,11 @@ def batch_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Over the statistics of the batch. Returns output, values, bitmask, mean and rstd."""
     output, mean, rstd = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
-    hat = torch.batch_norm(x, None, None, mean, rstd**-2, False, 0.0, 0.0, False)
-    return output, *_pack(hat, layer), mean, rstd
+
+    def dense() -> Tensor:
+        return torch.batch_norm(x, None, None, mean, rstd**-2, False, 0.0, 0.0, False)
+
+    return output, *_pack_normalised(x, mean, rstd, "channel", layer, dense), mean, rstd
 
 
 @batch_norm.register_fake
@@ -184,8 +208,12 @@ batch_norm.register_autograd(_batch_norm_back, setup_context=_batch_norm_setup)
 def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, layer: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    output, _, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-    return output, *_pack(torch.native_layer_norm(x, shape, None, None, eps)[0], layer), rstd
+    output, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+
+    def dense() -> Tensor:
+        return torch.native_layer_norm(x, shape, None, None, eps)[0]
+
+    return output, *_pack_normalised(x, mean, rstd, "row", layer, dense), rstd
 
 
 @layer_norm.register_fake

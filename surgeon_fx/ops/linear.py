@@ -7,13 +7,15 @@ parameter reads it. The gradient of the activation reads the parameter, so it is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgeon_fx.kernels.layout import is_row_major
+from surgeon_fx.kernels.sparse_grad import linear_weight_grad
 from surgeon_fx.ops.common import (
     autocast_dtype,
     cast,
@@ -23,34 +25,49 @@ from surgeon_fx.ops.common import (
     remember_exact,
     run_exactly,
 )
+from surgeon_fx.ops.frozen import FrozenLinear
 from surgeon_fx.ops.keep import Kept, can_prune, restored, save, without_surroundings
+from surgeon_fx.ops.rounded import run_rounded, run_unknown
 from surgeon_fx.ops.slots import Slot, find_slot, mark
 
 
 class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slot: Slot, ratio: float, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.dtype = autocast_dtype(x)
+        ctx.dtype, given = autocast_dtype(x), x
         x = cast(x, ctx.dtype)
-        save(ctx, [Kept(slot, x, ratio)], weight)
+        save(ctx, [Kept(slot, x, ratio, cast_of=given)], weight)
         return F.linear(x, cast(weight, ctx.dtype), cast(bias, ctx.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (x,), (weight,) = restored(ctx)
+        *saved, weight = ctx.saved_tensors
         _, _, wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         rows = grads[0].reshape(-1, weight.shape[0])
         return (
             None,
             None,
-            rows.mm(cast(weight, ctx.dtype)).view(x.shape) if wants_x else None,
-            rows.t().mm(x.reshape(-1, x.shape[-1])) if wants_weight else None,
+            rows.mm(cast(weight, ctx.dtype)).view(ctx.kept[0].shape) if wants_x else None,
+            _weight_grad(ctx.kept[0], saved, rows) if wants_weight else None,
             rows.sum(0) if wants_bias else None,
         )
 
 
+def _weight_grad(kept: Kept, saved: Sequence[Any], rows: Tensor) -> Tensor:
+    """rows^T x, from what was kept of x where that can be."""
+    inputs = kept.shape[-1]
+    found = kept.packed(*saved)
+    if found is not None and is_row_major(kept.shape, kept.restored_stride):
+        return linear_weight_grad(rows, *found, inputs)
+    return rows.t().mm(kept.restore(*saved).reshape(-1, inputs))
+
+
 def linear(key: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not needs_graph(input, weight, bias) or not weight.requires_grad or weight.dim() != 2:
+        dtype = autocast_dtype(input)
+        frozen = dtype is not None and is_parameter(weight) and weight.dim() == 2 and input.dim() > 0
+        if frozen and needs_graph(input, bias) and weight.dtype is torch.float32:
+            return FrozenLinear.apply(input, weight, bias, dtype)
         return F.linear(input, weight, bias)
     slot = find_slot(key, input)
     slot.elements += input.numel()
@@ -72,10 +89,15 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (activation,), (weight,) = restored(ctx)
+        *saved, weight = ctx.saved_tensors
         weight = cast(weight, ctx.dtype)
-        a, b = (activation, weight) if ctx.pruned == 0 else (weight, activation)
         _, _, wants_a, wants_b, _ = ctx.needs_input_grad
+        if ctx.pruned == 0 and weight.dim() == 2:  # a layer written out
+            da = grads[0].matmul(weight.t()) if wants_a else None
+            rows = grads[0].reshape(-1, weight.shape[1])
+            return None, None, da, _weight_grad(ctx.kept[0], saved, rows).t() if wants_b else None, None
+        activation = ctx.kept[0].restore(*saved)
+        a, b = (activation, weight) if ctx.pruned == 0 else (weight, activation)
         return (
             None,
             None,
@@ -96,10 +118,13 @@ def _multiply(key: str, native: Callable[..., Tensor], a: Tensor, b: Tensor) -> 
     parameters = [is_parameter(a), is_parameter(b)]
     if not needs_graph(a, b) or sum(parameters) == 2 or min(a.dim(), b.dim()) < 2:
         return native(a, b)
-    if not any(parameters):  # attention written out: both stay as they are
+    if not any(parameters):  # attention written out: both stay as they are, or are rounded
+        slot = find_slot(key, a)
+        if slot.group.exact_saves is not None:
+            return run_rounded(slot, "matmul", native, a, b)
         output = native(a, b)
         kept = [x for x, other in ((a, b), (b, a)) if other.requires_grad]
-        remember_exact(find_slot(key, a), output.grad_fn, kept)
+        remember_exact(slot, output.grad_fn, kept)
         return output
     pruned = parameters.index(False)
     activation, weight = ((a, b), (b, a))[pruned]
@@ -136,14 +161,14 @@ class AffineProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (x,), (weight,) = restored(ctx)
+        *saved, weight = ctx.saved_tensors
         _, _, wants_bias, wants_x, wants_weight = ctx.needs_input_grad
         return (
             None,
             None,
             reduce_to(grads[0], ctx.bias_shape) if wants_bias else None,
             grads[0].mm(cast(weight, ctx.dtype).t()) if wants_x else None,
-            x.t().mm(grads[0]) if wants_weight else None,
+            _weight_grad(ctx.kept[0], saved, grads[0]).t() if wants_weight else None,
         )
 
 
@@ -187,7 +212,7 @@ def einsum(key: str, equation: Any, *operands: Any) -> Tensor:
     tensors = isinstance(equation, str) and len(operands) == 2 and all(isinstance(x, Tensor) for x in operands)
     parameters = [is_parameter(x) for x in operands]
     if not tensors or not needs_graph(*operands) or sum(parameters) != 1:
-        return torch.einsum(equation, *operands)
+        return run_unknown(key, torch.einsum, equation, *operands)
     pruned = parameters.index(False)
     if not operands[1 - pruned].requires_grad:
         return torch.einsum(equation, *operands)

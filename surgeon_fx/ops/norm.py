@@ -16,8 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgeon_fx.kernels import compress
+from surgeon_fx.kernels.compress.normalised import compress_normalised, compress_normalised_pays
+from surgeon_fx.kernels.norm_grad import batch_norm_grad, layer_norm_grad, norm_grad_pays
 from surgeon_fx.ops.common import is_parameter, needs_graph, run_exactly
-from surgeon_fx.ops.keep import Kept, can_prune, restored, save, without_surroundings
+from surgeon_fx.ops.keep import Kept, Prune, can_prune, refuse_double_backward, restored, save, without_surroundings
+from surgeon_fx.ops.share import offer_affine
 from surgeon_fx.ops.slots import Slot, find_slot, mark
 
 aten = torch.ops.aten
@@ -31,14 +35,20 @@ class BatchNorm(torch.autograd.Function):
         ctx: Any, slot: Slot, ratio: float, x: Tensor, weight: Tensor | None, bias: Tensor | None, native: Any
     ) -> Tensor:
         output, mean, rstd = native()
-        hat = _normalised(x, mean, rstd)
-        save(ctx, [Kept(slot, hat, ratio, instead_of=x, beside=_beside(rstd, weight))], weight, rstd)
+        kept = _keep_normalised(slot, x, mean, rstd, ratio, beside=_beside(rstd, weight))
+        save(ctx, [kept], weight, rstd)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (hat,), (weight, rstd) = restored(ctx)
+        values, bitmask, weight, rstd = ctx.saved_tensors
         scale = rstd if weight is None else weight * rstd.to(weight.dtype)
+        if scale.dtype is torch.float32 and _stays_sparse(
+            ctx, grads[0], values, bitmask, math.prod(grads[0].shape[2:])
+        ):
+            found = batch_norm_grad(grads[0], values, bitmask, scale)
+            return None, None, *_only(found, _wanted(ctx)), None
+        hat = ctx.kept[0].restore(values, bitmask)
         found = aten.native_batch_norm_backward(
             grads[0], hat, scale, None, None, torch.zeros_like(rstd), torch.ones_like(rstd), True, 0.0, _wanted(ctx)
         )
@@ -55,7 +65,7 @@ class FixedBatchNorm(torch.autograd.Function):
         mean, variance, ctx.eps = stats
         kept = []
         if weight is not None and weight.requires_grad:
-            kept.append(Kept(slot, _normalised(x, mean, (variance + ctx.eps).rsqrt()), ratio, instead_of=x))
+            kept.append(_keep_normalised(slot, x, mean, (variance + ctx.eps).rsqrt(), ratio))
         save(ctx, kept, weight, variance)
         return native()
 
@@ -80,8 +90,36 @@ def _beside(rstd: Tensor, weight: Tensor | None) -> int:
     return 2 * rstd.nbytes + (0 if weight is None or is_parameter(weight) else weight.nbytes)
 
 
+def _stays_sparse(ctx: Any, grad: Tensor, values: Tensor, bitmask: Tensor | None, run: int) -> bool:
+    """Whether the gradient comes from what was kept, without restoring it. `run`: elements of a channel or row."""
+    kept = ctx.kept[0]
+    refuse_double_backward()
+    return (
+        bitmask is not None
+        and grad.is_contiguous()
+        and kept.stride == grad.stride()
+        and grad.dtype is values.dtype
+        and norm_grad_pays(values, bitmask, run)
+    )
+
+
+def _only(found: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    return [x if want else None for x, want in zip(found, wanted, strict=True)]
+
+
 def _wanted(ctx: Any) -> list[bool]:
     return list(ctx.needs_input_grad[2:5])
+
+
+def _keep_normalised(slot: Slot, x: Tensor, mean: Tensor, rstd: Tensor, ratio: float, beside: int = 0) -> Kept:
+    """x-hat per channel, pruned; dense for a moment where no kernel makes it from `x`."""
+    if not compress_normalised_pays(x, mean, "channel"):
+        return Kept(slot, _normalised(x, mean, rstd), ratio, instead_of=x, beside=beside)
+    return Kept(slot, x, ratio, instead_of=x, beside=beside, prune=_prune_normalised(mean, rstd, "channel"))
+
+
+def _prune_normalised(mean: Tensor, rstd: Tensor, by: str) -> Prune:
+    return lambda x, ratio: compress_normalised(x, mean, rstd, by, ratio)
 
 
 def _normalised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
@@ -116,7 +154,8 @@ def batch_norm(
         if trains and not can_prune(input, ratio):
             return run_exactly(slot, exactly, [input])
         stats = (running_mean, running_var, eps)
-        return mark(FixedBatchNorm.apply(slot, ratio, input, weight, bias, exactly, stats), slot)
+        output = mark(FixedBatchNorm.apply(slot, ratio, input, weight, bias, exactly, stats), slot)
+        return offer_affine(slot, output, weight, bias, 1)
     if not can_prune(input, ratio):
         return run_exactly(slot, exactly, [input])
     if training:
@@ -128,7 +167,8 @@ def batch_norm(
             input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn
         )[:3]
 
-    return mark(BatchNorm.apply(slot, ratio, input, weight, bias, native), slot)
+    output = mark(BatchNorm.apply(slot, ratio, input, weight, bias, native), slot)
+    return offer_affine(slot, output, weight, bias, 1)
 
 
 def instance_norm(
@@ -160,22 +200,38 @@ def instance_norm(
 
 
 class RowNorm(torch.autograd.Function):
-    """Layer and group norm. `back` is the native backward for mean 0 and deviation 1; `rows` scales what it gives."""
+    """Layer and group norm. `back` is the native backward for mean 0 and deviation 1; `rows` scales what it gives.
+
+    Where each row has a deviation of its own (`by_row`, layer norm), a kernel may do both from what was kept.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, slot: Slot, ratio: float, x: Tensor, weight: Tensor | None, bias: Tensor | None, run: Any
     ) -> Tensor:
-        native, ctx.back, ctx.rows = run
-        output, _, rstd = native(x, weight, bias)
-        hat = output if weight is None and bias is None else native(x, None, None)[0]
-        save(ctx, [Kept(slot, hat, ratio, instead_of=x, beside=_beside(rstd, weight))], weight, rstd)
+        native, ctx.back, ctx.rows, ctx.by_row = run
+        output, mean, rstd = native(x, weight, bias)
+        hat: Tensor = output
+        prune: Prune = compress
+        if weight is not None or bias is not None:
+            if compress_normalised_pays(x, mean, "row"):
+                hat, prune = x, _prune_normalised(mean, rstd, "row")
+            else:
+                hat = native(x, None, None)[0]
+        kept = Kept(slot, hat, ratio, instead_of=x, beside=_beside(rstd, weight), prune=prune)
+        save(ctx, [kept], weight, rstd)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (hat,), (weight, rstd) = restored(ctx)
-        wanted = _wanted(ctx)
+        values, bitmask, weight, rstd = ctx.saved_tensors
+        wanted, row = _wanted(ctx), grads[0].numel() // rstd.numel()
+        if ctx.by_row and _stays_sparse(ctx, grads[0], values, bitmask, row):
+            dx, dw, db = layer_norm_grad(grads[0], values, bitmask, weight, rstd)
+            if weight is not None:
+                dw, db = dw.view_as(weight), db.view_as(weight)
+            return None, None, *_only((dx, dw, db), wanted), None
+        hat = ctx.kept[0].restore(values, bitmask)
         dx, dw, db = ctx.back(grads[0], hat, torch.zeros_like(rstd), torch.ones_like(rstd), weight, wanted)
         if wanted[0]:
             dx = ctx.rows(dx, rstd)
@@ -215,8 +271,9 @@ def layer_norm(
     def rows(dx: Tensor, rstd: Tensor) -> Tensor:
         return dx.mul_(rstd)
 
-    run = (native, back, rows)
-    return mark(RowNorm.apply(slot, slot.ratio, input, weight, bias, run), slot)
+    run = (native, back, rows, True)
+    output = mark(RowNorm.apply(slot, slot.ratio, input, weight, bias, run), slot)
+    return offer_affine(slot, output, weight, bias, -1)
 
 
 def group_norm(
@@ -256,8 +313,9 @@ def group_norm(
         scale = rstd.repeat_interleave(channels // num_groups, 1)
         return dx.mul_(scale.view(batch, channels, *[1] * (dx.dim() - 2)))
 
-    run = (native, back, rows)
-    return mark(RowNorm.apply(slot, slot.ratio, input, weight, bias, run), slot)
+    run = (native, back, rows, False)
+    output = mark(RowNorm.apply(slot, slot.ratio, input, weight, bias, run), slot)
+    return offer_affine(slot, output, weight, bias, 1)
 
 
 class RMSNorm(torch.autograd.Function):
@@ -303,4 +361,5 @@ def rms_norm(
     dims = list(range(-len(normalized_shape), 0))
     wide = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
     epsilon = torch.finfo(wide).eps if eps is None else eps
-    return mark(RMSNorm.apply(slot, slot.ratio, input, weight, dims, epsilon, exactly), slot)
+    output = mark(RMSNorm.apply(slot, slot.ratio, input, weight, dims, epsilon, exactly), slot)
+    return offer_affine(slot, output, weight, None, -1)

@@ -65,7 +65,9 @@ RULES: dict[Function, Rule] = {
         relu,
         "relu relu_ relu6 leaky_relu leaky_relu_ threshold hardtanh hardsigmoid clamp clip clamp_min clamp_max",
     ),
-    **_rows("smooth", smooth, "gelu silu hardswish mish softplus elu celu selu logsigmoid glu", (), F),
+    **_rows(
+        "smooth", smooth, "gelu silu hardswish mish softplus elu celu selu logsigmoid glu softsign tanhshrink", (), F
+    ),
     **_rows("smooth", smooth, "sigmoid tanh exp square sin cos pow"),
     **_rows("smooth", smooth, "prelu", (), F, torch),
     **_rows("dropout", dropout, "dropout", (), F, torch),

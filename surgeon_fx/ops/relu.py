@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon_fx.kernels import pack_bits, pack_sign, unpack_value
-from surgeon_fx.kernels.layout import FLOAT_BITS, densify
+from surgeon_fx.kernels import mask_by_bits, pack_bits, pack_sign, unpack_value
+from surgeon_fx.kernels.layout import FLOAT_BITS, densify, laid_out
 from surgeon_fx.ops.common import needs_graph, remember_exact
 from surgeon_fx.ops.slots import Slot, find_slot, mark, note
 
@@ -25,6 +25,7 @@ class Rectify(torch.autograd.Function):
     """A function whose gradient is `scale` where its bit is clear and 1 where it is set.
 
     `bits` is made of the output, which for an in-place function is all there is, or of the input where `of_input`.
+    `back` makes the gradient of the output's and of a tensor of ones and zeros.
     """
 
     @staticmethod
@@ -45,9 +46,12 @@ class Rectify(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (packed,) = ctx.saved_tensors
-        one = torch.ones((), dtype=ctx.dtype, device=packed.device)
-        passes = unpack_value(packed, one, ctx.shape, ctx.stride)
-        return None, ctx.back(grads[0], passes), None, None, None, None
+        if ctx.back is _masked and not torch.is_grad_enabled():
+            grad = mask_by_bits(laid_out(grads[0], ctx.shape, ctx.stride), packed)
+        else:  # what autograd can differentiate once more
+            one = torch.ones((), dtype=ctx.dtype, device=packed.device)
+            grad = ctx.back(grads[0], unpack_value(packed, one, ctx.shape, ctx.stride))
+        return None, grad, None, None, None, None
 
 
 def _masked(grad: Tensor, passes: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from surgeon_fx.kernels.layout import is_dense
-from surgeon_fx.ratio_table import RatioTable
+from surgeon_fx.ratio_table import RatioTable, shared_ratio
 
 MARK = "surgeon_fx"  # in the metadata of an autograd node: the key of the layer that made it
 NOTES = "surgeon_fx_notes"  # likewise: what the node keeps, noted while somebody looks on
@@ -31,7 +31,7 @@ class Note:
     """What an operation keeps of one activation."""
 
     layer: str
-    kind: str  # "prune" and "norm" depend on the ratio; "exact", "bits", "mask", "indices" and "shape" do not
+    kind: str  # "prune" and "norm" depend on the ratio; "exact", "bits", "mask", "indices", "int8", "bf16" do not
     storage: int  # of the activation
     storage_bytes: int
     key: tuple[object, ...]
@@ -40,29 +40,42 @@ class Note:
     place: slice  # among the tensors that the node saved; empty if they are the native operation's
     beside: int  # bytes that the native operation keeps beside the activation, where ours keeps something else
     alive: StorageWeakRef  # so that no later storage takes the same identity
+    sharers: tuple[str, ...] = ()  # other layers that are served by what is kept
+    source: tuple[str, ...] = ()  # the layer whose save the activation is rebuilt from, and those that share it
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
 
-def note(slot: Slot, node: Any, kind: str, x: Tensor, place: slice = slice(0, 0), beside: int = 0) -> None:
-    """Notes on an autograd node what it keeps of an activation. Call it where `slot.group.observed` is set."""
+def make_note(
+    slot: Slot,
+    kind: str,
+    x: Tensor,
+    place: slice = slice(0, 0),
+    beside: int = 0,
+    source: tuple[str, ...] = (),
+) -> Note:
     storage = x.untyped_storage()
-    node.metadata.setdefault(NOTES, []).append(
-        Note(
-            slot.name,
-            kind,
-            storage._cdata,
-            storage.nbytes(),
-            memory_key(x),
-            tuple(x.shape),
-            x.dtype,
-            place,
-            beside,
-            StorageWeakRef(storage),
-        )
+    return Note(
+        slot.name,
+        kind,
+        storage._cdata,
+        storage.nbytes(),
+        memory_key(x),
+        tuple(x.shape),
+        x.dtype,
+        place,
+        beside,
+        StorageWeakRef(storage),
+        slot.sharers,
+        source,
     )
+
+
+def note(slot: Slot, node: Any, *about: Any, **more: Any) -> None:
+    """Notes on an autograd node what it keeps of an activation. Call it where `slot.group.observed` is set."""
+    node.metadata.setdefault(NOTES, []).append(make_note(slot, *about, **more))
 
 
 def memory_key(x: Tensor) -> tuple[object, ...]:
@@ -80,6 +93,9 @@ class Slot:
 
     __slots__ = ("__weakref__", "elements", "group", "key", "name")
 
+    offers = False  # whether what it keeps serves others
+    sharers: tuple[str, ...] = ()  # the layers among them
+
     def __init__(self, group: Slots, name: str) -> None:
         self.group, self.name, self.key = group, name, f"{group.number}:{name}"
         self.elements = 0  # of the layer's inputs, over all its calls
@@ -89,14 +105,46 @@ class Slot:
         return self.group.table[self.name] if self.name else self.group.default
 
 
+class SharingSlot(Slot):
+    """A layer at a place where what it keeps serves others as well: all that the most demanding of them wants is kept.
+
+    Known by a key of its own; what it says of itself is what the layer says.
+    """
+
+    __slots__ = ("layer", "sharers")
+
+    offers = True
+
+    def __init__(self, layer: Slot, sharers: tuple[str, ...]) -> None:
+        self.layer, self.sharers = layer, sharers
+        super().__init__(layer.group, layer.name)
+
+    @property
+    def elements(self) -> int:
+        return self.layer.elements
+
+    @elements.setter
+    def elements(self, count: int) -> None:
+        if count:
+            self.layer.elements = count
+
+    @property
+    def ratio(self) -> float:
+        if not self.name:
+            return self.group.default
+        return shared_ratio(self.group.table, self.name, self.sharers)
+
+
 class Slots:
     """The layers of one transformed model, by name; the empty name stands for no layer."""
 
-    def __init__(self, table: RatioTable) -> None:
+    def __init__(self, table: RatioTable, exact_saves: str | None = None) -> None:
         self.table, self.number = table, next(_numbers)
+        self.exact_saves = exact_saves  # how what may not be pruned is rounded, as in `Config`
         self.default = 0.0  # the ratio of what belongs to no layer
         self.observed = False  # somebody looks on: operations leave notes on autograd's nodes
         self.by_name = {name: Slot(self, name) for name in ("", *table)}
+        self.sharing: dict[str, SharingSlot] = {}  # by their own keys
         _slots.update({slot.key: slot for slot in self.by_name.values()})
 
     def key(self, name: str) -> str:
@@ -114,17 +162,17 @@ class Slots:
     def __deepcopy__(self, memo: dict[int, Any]) -> Slots:
         table = RatioTable(self.table)
         table.update(self.table)
-        memo[id(self)] = new = Slots(table)
+        memo[id(self)] = new = Slots(table, self.exact_saves)
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (dict(self.table),)
+        return _unpickled, (dict(self.table), self.exact_saves)
 
 
-def _unpickled(ratios: dict[str, float]) -> Slots:
+def _unpickled(ratios: dict[str, float], exact_saves: str | None = None) -> Slots:
     table = RatioTable(ratios)
     table.update(ratios)
-    return Slots(table)
+    return Slots(table, exact_saves)
 
 
 def find_slot(key: str, x: Tensor) -> Slot:
@@ -133,6 +181,19 @@ def find_slot(key: str, x: Tensor) -> Slot:
     if not slot.name and (found := producer(x)) is not None:
         slot = _slots.get(found, slot)
     return slot
+
+
+def sharing_key(key: str, sharers: tuple[str, ...]) -> str:
+    """The key of a layer where what it keeps serves these layers too."""
+    layer = _slots[key]
+    own = f"{key} for {', '.join(sharers)}"
+    if own not in layer.group.sharing:
+        _slots[own] = layer.group.sharing[own] = SharingSlot(layer, sharers)
+    return own
+
+
+def slot_behind(key: str) -> Slot:
+    return _slots[key]
 
 
 def ratio_behind(key: str) -> float:

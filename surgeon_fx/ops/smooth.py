@@ -31,6 +31,12 @@ def _log_sigmoid_gradient(g: Tensor, x: Tensor) -> Tensor:
     return g * torch.sigmoid(-x)
 
 
+def _softsign_gradient(g: Tensor, x: Tensor) -> Tensor:
+    """g / (1 + |x|)^2, in the steps of the native quotient: they round alike."""
+    below = x.abs() + 1
+    return g / below - g * (x / below / below) * x.sign()
+
+
 def _power_gradient(g: Tensor, x: Tensor, exponent: Any) -> Tensor:
     return g * (exponent * x ** (exponent - 1))
 
@@ -53,6 +59,8 @@ FUNCTIONS: dict[str, Smooth] = {
         lambda g, x, inplace=False: aten.elu_backward(g, 1.6732632423543772, 1.0507009873554805, 1, False, x),
     ),
     "logsigmoid": Smooth(F.logsigmoid, "input", _log_sigmoid_gradient),
+    "softsign": Smooth(F.softsign, "input", _softsign_gradient),
+    "tanhshrink": Smooth(F.tanhshrink, "input", lambda g, x: g * x.tanh().square()),
     "glu": Smooth(F.glu, "input", lambda g, x, dim=-1: aten.glu_backward(g, x, dim)),
     "sigmoid": Smooth(torch.sigmoid, "output", lambda g, y: aten.sigmoid_backward(g, y)),
     "tanh": Smooth(torch.tanh, "output", lambda g, y: aten.tanh_backward(g, y)),
@@ -107,6 +115,7 @@ def _smooth(name: str) -> Callable[..., Tensor]:
 
 gelu, silu, hardswish, mish, softplus = map(_smooth, ("gelu", "silu", "hardswish", "mish", "softplus"))
 elu, celu, selu, logsigmoid, glu = map(_smooth, ("elu", "celu", "selu", "logsigmoid", "glu"))
+softsign, tanhshrink = map(_smooth, ("softsign", "tanhshrink"))
 sigmoid, tanh, exp, square, sin, cos = map(_smooth, ("sigmoid", "tanh", "exp", "square", "sin", "cos"))
 _pow = _smooth("pow")
 

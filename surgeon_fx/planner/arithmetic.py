@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from surgeon_fx.kernels.layout import kept_count, mask_bytes
+from surgeon_fx.ratio_table import shared_ratio
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,10 @@ class Saving:
 
     `kind`: "prune" shares `key` with whoever saves the same memory; at ratio 0 it is `storage` that is held. "norm" is
     the same at ratio 0, with `exact_bytes` beside it; pruned, it keeps a copy of its own and `fixed_bytes` beside that.
-    "exact" holds `storage`, whatever the ratio, and so do those who would prune the same `key`. "fixed" holds
-    `fixed_bytes`.
+    "exact" holds `storage`, whatever the ratio, and so do those who would prune the same `key`. "rounded" holds
+    `fixed_bytes`, unless somebody keeps `key` exactly, and those who would prune it share that. "fixed" holds
+    `fixed_bytes`. What serves `sharers` too is kept at the lowest of their ratios; what can be rebuilt from the save of
+    `source` (a layer, then those that share it) keeps nothing where that is at least as much as its own ratio wants.
     """
 
     kind: str
@@ -43,6 +46,8 @@ class Saving:
     itemsize: int = 0
     fixed_bytes: int = 0
     exact_bytes: int = 0
+    sharers: tuple[str, ...] = ()
+    source: tuple[str, ...] = ()
 
 
 def compressed_bytes(numel: int, itemsize: int, ratio: float) -> int:
@@ -56,11 +61,15 @@ def held_bytes(savings: Iterable[Saving], ratios: Mapping[str, float]) -> int:
     total = 0
     dense: set[Hashable] = set()
     storages: dict[Hashable, int] = {}
+    rounded: dict[Hashable, int] = {}
     pruned: dict[Hashable, tuple[Saving, float]] = {}
     for saving in savings:
-        ratio = 0.0 if saving.owner is None else ratios.get(saving.owner, 0.0)
+        ratio = 0.0 if saving.owner is None else shared_ratio(ratios, saving.owner, saving.sharers)
+        rebuilt = shared_ratio(ratios, saving.source[0], saving.source[1:]) if saving.source else 0.0
         if saving.kind == "fixed":
             total += saving.fixed_bytes
+        elif saving.kind == "rounded":
+            rounded[saving.key] = max(saving.fixed_bytes, rounded.get(saving.key, 0))
         elif saving.kind == "exact":
             storages[saving.storage] = saving.storage_bytes
             if saving.key is not None:
@@ -71,12 +80,12 @@ def held_bytes(savings: Iterable[Saving], ratios: Mapping[str, float]) -> int:
             total += saving.exact_bytes
         elif saving.kind == "norm":
             total += compressed_bytes(saving.numel, saving.itemsize, ratio) + saving.fixed_bytes
-        else:
+        elif not 0 < rebuilt <= ratio:
             before = pruned.get(saving.key, (saving, 1.0))
             pruned[saving.key] = (saving, min(ratio, before[1]))
-    total += sum(storages.values())
+    total += sum(storages.values()) + sum(size for key, size in rounded.items() if key not in dense)
     for key, (saving, ratio) in pruned.items():
-        if key not in dense:
+        if key not in dense and key not in rounded:
             total += compressed_bytes(saving.numel, saving.itemsize, ratio)
     return total
 

@@ -9,26 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from surgeon_fx.api import is_transformed, rewrite_of, transformed_part
+from surgeon_fx.distributed import reshard, unwrapped
 from surgeon_fx.explain import Row, explain_outputs, module_path, observed
 from surgeon_fx.inputs import first_tensor
 from surgeon_fx.kernels.layout import is_dense
 from surgeon_fx.modules import Trains, is_layer, is_norm_layer, trains
 from surgeon_fx.ops.common import RECORDS
-from surgeon_fx.ops.keep import is_prunable
+from surgeon_fx.ops.keep import is_prunable, rounded_bytes
+from surgeon_fx.ops.rounded import NOTE
 from surgeon_fx.ops.slots import NOTES, memory_key
+from surgeon_fx.passes.capture import Backend
+from surgeon_fx.passes.record import CannotRecord, record, tensors_on_modules
 from surgeon_fx.passes.watch import Watcher
 from surgeon_fx.planner.arithmetic import LayerInput, Saving
 from surgeon_fx.planner.program import Program, fake_like, planned_device
+from surgeon_fx.planner.unsharded import gathered_dtypes, without_sharding
 from surgeon_fx.retained import nodes, saved_by, storages
+
+log = logging.getLogger("surgeon_fx")
 
 
 @dataclass
@@ -47,18 +56,25 @@ class Facts:
         return max((live for _, live in self.timeline), default=0)
 
 
-def _twin_of(model: nn.Module, inputs: Any, named_inputs: Any, which: Trains, device: str) -> tuple[Any, ...]:
-    """The model over fake tensors, the program they belong to, and fake inputs.
+class Twin(NamedTuple):
+    """A model over fake tensors, the program they belong to, its fake inputs, and one call of it."""
 
-    A transformed model keeps its twins: what Dynamo captured of one need not be captured again.
-    """
+    model: nn.Module
+    program: Program
+    inputs: tuple[Any, Any]
+    forward: Callable[[], Any]
+
+
+def _twin_of(model: nn.Module, inputs: Any, named_inputs: Any, which: Trains, device: str) -> Twin:
+    """A transformed model keeps its twins: what was captured of one need not be captured again."""
     fake = Program()
     chosen = trains(model, which)
     trained = {id(p): chosen(name, p) for name, p in model.named_parameters()}
     with fake:
         args, kwargs = _fake_inputs(inputs, device), _fake_inputs(named_inputs, device)
     if not is_transformed(model):
-        return _twin(model, fake, trained, device), fake, (args, kwargs)
+        copied = _twin(model, fake, trained, device)
+        return Twin(copied, fake, (args, kwargs), lambda: copied(*args, **kwargs))
     signature = (
         device,
         tuple(_described(x) for x in tree_leaves((args, kwargs))),
@@ -67,12 +83,25 @@ def _twin_of(model: nn.Module, inputs: Any, named_inputs: Any, which: Trains, de
     )
     plans = rewrite_of(model).plans
     if signature not in plans:
-        copied = _twin(model, fake, trained, device)
-        with fake:
-            copied(*args, **kwargs)  # captures it
         plans.clear()  # one is enough: methods side by side plan the same step
-        plans[signature] = (copied, fake, (args, kwargs))
+        plans[signature] = _captured_twin(lambda: _twin(model, fake, trained, device), fake, args, kwargs)
     return plans[signature]
+
+
+def _captured_twin(copy_model: Callable[[], nn.Module], fake: Program, args: Any, kwargs: Any) -> Twin:
+    copied = copy_model()
+    rewrite = rewrite_of(copied)
+    with fake:
+        if rewrite.config.capture:
+            try:
+                graph, given = record(copied, args, kwargs)
+                call = Backend(rewrite)(graph, given)
+                return Twin(copied, fake, (args, kwargs), lambda: call(*given))
+            except CannotRecord as reason:
+                log.info("Dynamo captures the model to plan it: %s", reason)
+                copied = copy_model()  # the other may have been left halfway
+        copied(*args, **kwargs)  # captures it
+    return Twin(copied, fake, (args, kwargs), lambda: copied(*args, **kwargs))
 
 
 def _described(x: Any) -> Any:
@@ -81,12 +110,17 @@ def _described(x: Any) -> Any:
 
 def _twin(model: nn.Module, fake: Program, trained: Mapping[int, bool], device: str) -> nn.Module:
     memo: dict[int, Any] = {}
+    dtypes = gathered_dtypes(model)
     for parameter in model.parameters():
-        like = fake_like(parameter, fake, device)
+        like = fake_like(parameter, fake, device, dtypes.get(id(parameter)))
         memo[id(parameter)] = new = nn.Parameter(like, requires_grad=trained[id(parameter)])
         new.grad = like if new.requires_grad else None  # already there, as after a first step
-    memo |= {id(buffer): fake_like(buffer, fake, device) for buffer in model.buffers()}
-    return copy.deepcopy(model, memo)
+    memo |= {id(x): fake_like(x, fake, device) for x in tensors_on_modules(model) if id(x) not in memo}
+    twin = copy.deepcopy(without_sharding(model), memo)
+    for module in twin.modules():
+        if (forward := module.__dict__.get("_original_forward")) is not None:  # accelerate's runs the model, not a copy
+            module.__dict__["forward"] = forward
+    return twin
 
 
 @contextlib.contextmanager
@@ -108,6 +142,19 @@ def _watched(model: nn.Module, path: list[str], left: Callable[[str, Tensor, int
         yield
 
 
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """The garbage collector rests: it goes through every object of torch's again and again, and finds nothing here."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+@no_collection()
 def step(
     model: nn.Module,
     inputs: Sequence[Any],
@@ -119,9 +166,9 @@ def step(
 ) -> Facts:
     """The facts of one step. Inputs may be tensors of any device, fake ones, or shapes."""
     transformed = is_transformed(model)
-    if transformed:
-        model = transformed_part(model)
-    copied, fake, (args, kwargs) = _twin_of(model, tuple(inputs), dict(named_inputs), train, device)
+    model = transformed_part(model) if transformed else unwrapped(model)
+    reshard(model)
+    copied, fake, given, forward = _twin_of(model, tuple(inputs), dict(named_inputs), train, device)
     if ratios is not None:
         set_ratios(copied, ratios)
     elif transformed:
@@ -132,10 +179,11 @@ def step(
         kind = "norm" if is_norm_layer(copied.get_submodule(name)) else "product"
         layers.append(LayerInput(name, kind, x.numel(), x.element_size(), output_bytes))
 
-    with _watched(copied, fake.path, left), fake:
-        fake.begin((*copied.parameters(), *copied.buffers(), *tree_leaves((args, kwargs))))
+    with fake:
+        fake.begin((*copied.parameters(), *copied.buffers(), *tree_leaves(given)))
         fake.counting = True
-        outputs = copied(*args, **kwargs)
+        with _watched(copied, fake.path, left):
+            outputs = forward()
         forward_operations = len(fake.timeline)
         found = explain_outputs(copied, outputs, transformed)
         savings = _savings(copied, outputs)
@@ -184,6 +232,8 @@ def _savings(model: nn.Module, outputs: Any) -> list[Saving]:
                         itemsize,
                         beside,
                         note.beside,
+                        note.sharers,
+                        note.source,
                     )
                 )
             elif note.kind == "exact":
@@ -191,11 +241,24 @@ def _savings(model: nn.Module, outputs: Any) -> list[Saving]:
             else:
                 found.append(Saving("fixed", fixed_bytes=fixed(tensors)))
         shared = RECORDS in node.metadata  # whoever prunes the same memory shares it instead
-        for x in saved.values():
+        for x in _without_rounded(saved.values(), found):
             if x is not None and (storage := storage_of(x)) not in own:
                 key = memory_key(x) if shared and is_prunable(x) and is_dense(x) else None
                 found.append(Saving("exact", None, key, storage, x.untyped_storage().nbytes()))
     return found
+
+
+def _without_rounded(tensors: Iterable[Tensor | None], found: list[Saving]) -> Iterator[Tensor | None]:
+    """Rounded activations, two tensors each, are added to `found`; the others are left."""
+    ahead = iter(tensors)
+    for x in ahead:
+        note = getattr(x, NOTE, None)
+        if note is None:
+            yield x
+            continue
+        size = rounded_bytes(note.numel, note.dtype, note.kind)
+        found.append(Saving("rounded", None, note.key, note.storage, note.storage_bytes, fixed_bytes=size))
+        next(ahead)
 
 
 def storage_of(x: Tensor) -> int:

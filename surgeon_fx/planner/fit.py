@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from surgeon_fx.api import is_transformed, rewrite_of
@@ -110,14 +111,30 @@ def fit(
         return facts.step(model, inputs, named_inputs, ratios(level), train, device=device).peak_bytes
 
     cost, steps = (saved, STEPS) if what == "saved" else (peak, PEAK_STEPS)
-    if cost(1.0) <= wanted:
-        level = 1.0
-    else:
-        if (least := cost(0.0)) > wanted:
+
+    def highest(limit: int) -> float:
+        """The highest level that costs no more."""
+        if cost(1.0) <= limit:
+            return 1.0
+        if (least := cost(0.0)) > limit:
             raise ValueError(f"budget of {wanted} bytes for {what} cannot be met: the least possible is {least}")
         low, high = 0.0, 1.0
         for _ in range(steps):
             middle = (low + high) / 2
-            low, high = (middle, high) if cost(middle) <= wanted else (low, middle)
-        level = low
-    return Fit(ratios(level), wanted, what, saved(level), peak(level) if what == "peak" else None)
+            low, high = (middle, high) if cost(middle) <= limit else (low, middle)
+        return low
+
+    level = highest(wanted)
+    if what == "peak" or not is_autocast_on():
+        return Fit(ratios(level), wanted, what, saved(level), peak(level) if what == "peak" else None)
+    limit = wanted
+    while True:  # a native layer keeps autocast's copy of its weight, and the arithmetic does not know which are native
+        real = facts.step(model, inputs, named_inputs, ratios(level), train, backward=False, device=device).saved_bytes
+        if real <= wanted:
+            return Fit(ratios(level), wanted, what, real, None)
+        limit -= real - wanted
+        level = highest(limit)
+
+
+def is_autocast_on() -> bool:
+    return any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", "xpu", "mps"))

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from surgeon_fx import zoo
+from surgeon_fx import commands, zoo
 from surgeon_fx.api import ratios as ratio_table
 from surgeon_fx.api import transform
-from surgeon_fx.commands import answer
 from surgeon_fx.config import Config
 from surgeon_fx.planner import report
 from surgeon_fx.planner.arithmetic import LayerInput
+from surgeon_fx.planner.facts import no_collection
 from surgeon_fx.planner.fit import Fit, fit, memory_term
 from surgeon_fx.planner.plan import Plan, plan
 from surgeon_fx.planner.report import mib
+from surgeon_fx.tables import table
 
 METHODS = ("source", "bn_stat", "tent", "full", "static", "surgeon")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -45,11 +47,22 @@ class Outcome:
     published_mib: float | None
 
 
+class WithoutNumbers(TorchFunctionMode):
+    """Leaves out what fills tensors of the meta device, which takes torch longer than to make them."""
+
+    FILLS = frozenset({"normal_", "uniform_", "fill_", "zero_", "erfinv_", "mul_", "add_", "clamp_"})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and getattr(func, "__name__", "") in self.FILLS and isinstance(args[0], Tensor) and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def build(name: str, dtype: torch.dtype = torch.float32, real: bool = False) -> nn.Module:
     """A model by name, on the meta device where its constructor can do without numbers."""
     if not real:
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), WithoutNumbers():
                 return zoo.create(name).to(dtype)
         except (RuntimeError, NotImplementedError):  # it reads a tensor while it is built
             pass
@@ -57,10 +70,17 @@ def build(name: str, dtype: torch.dtype = torch.float32, real: bool = False) -> 
 
 
 def input_shape(name: str, batch: int | None, size: Sequence[int] | None) -> tuple[int, ...]:
+    """The input of a model by name, at another batch or another height and width than its own."""
     usual, *rest = zoo.input_shape(name)
     if size:
         rest[-2:] = size if len(size) == 2 else [*size, *size]
     return (batch or usual, *rest)
+
+
+def empty_input(model: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An input without memory: numbers of tokens for Hugging Face's models of text, else of a dtype."""
+    text = getattr(model, "main_input_name", None) == "input_ids"
+    return torch.empty(tuple(shape), dtype=torch.int64 if text else dtype, device="meta")
 
 
 def rewritten(model: nn.Module) -> nn.Module:
@@ -104,10 +124,15 @@ class Study:
         chosen: Mapping[str, float] | None,
         title: str,
         train: str,
+        tell: Callable[[str], None] = lambda method: None,
     ) -> list[Outcome]:
-        """A row per method; `chosen` ratios, with their title, take the place of SURGEON's memory term."""
+        """A row per method; `chosen` ratios, with their title, take the place of SURGEON's memory term.
+
+        `tell` is called with each method before it is planned.
+        """
         found = []
         for method in methods:
+            tell(method)
             if method in ("source", "bn_stat"):
                 name = "Source, no gradients" if method == "source" else "BN-stat, no gradients"
                 found.append(self._outcome(method, name, self.source))
@@ -134,8 +159,6 @@ class Study:
 
 
 def methods_table(outcomes: Sequence[Outcome]) -> str:
-    from tabulate import tabulate
-
     rows = []
     for one in outcomes:
         row = {"method": one.title, "paper's count": mib(one.paper_bytes)}
@@ -144,15 +167,13 @@ def methods_table(outcomes: Sequence[Outcome]) -> str:
             row["published"] = "" if one.published_mib is None else f"{one.published_mib:g}{star}"
         rows.append(row | {"saved": mib(one.plan.saved_bytes), "peak": mib(one.plan.peak_bytes)})
         rows[-1]["peak in"] = report.peak_at(one.plan)
-    lines = [tabulate(rows, headers="keys", disable_numparse=True), "all in MiB"]
+    lines = [table(rows, headers="keys"), "all in MiB"]
     if any(one.published_mib is not None and one.method == "surgeon" for one in outcomes):
         lines.append("* the paper's ratios depend on gradients, so on data; every other figure follows from shapes")
     return "\n".join(lines)
 
 
 def largest_table(one: Outcome, most: int = 10) -> str:
-    from tabulate import tabulate
-
     largest = sorted(one.plan.rows, key=lambda row: (-row.held_bytes, -row.dense_bytes))[:most]
     rows = [
         {
@@ -167,13 +188,11 @@ def largest_table(one: Outcome, most: int = 10) -> str:
         for row in largest
     ]
     title = f"the {len(rows)} largest of {len(one.plan.rows)} tensors held: {one.title}"
-    return f"{title}\n{tabulate(rows, headers='keys', disable_numparse=True)}"
+    return f"{title}\n{table(rows, headers='keys')}"
 
 
 def ratios_table(ratios: Mapping[str, float]) -> str:
     """Ratios by layer, or by group where layers are many."""
-    from tabulate import tabulate
-
     groups = report.groups_of(ratios) if len(ratios) > 2 * report.MOST_GROUPS else {name: name for name in ratios}
     found: dict[str, list[float]] = {}
     for name, ratio in ratios.items():
@@ -186,34 +205,27 @@ def ratios_table(ratios: Mapping[str, float]) -> str:
         }
         for name, some in found.items()
     ]
-    return tabulate(rows, headers="keys", disable_numparse=True)
+    return table(rows, headers="keys")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="segformer_b5", help="a name of surgeon_fx.zoo: its own, timm's, tv:..., hf:..."
     )
-    parser.add_argument("--batch", type=int, help="default: the model's")
-    parser.add_argument("--size", type=parse_size, help="224 or 540x960; default: the model's")
+    parser.add_argument("--batch", type=commands.count, help="default: the model's")
+    parser.add_argument("--size", type=commands.size, help="224 or 540x960; default: the model's")
+    parser.add_argument("--shape", type=commands.shape, help="of the whole input, as 8x128 tokens for hf:bert")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--ratio", type=_ratios, default=[0.5, 0.9], help="of static pruning; several as 0.5,0.9")
+    what = "of static pruning; several as 0.5,0.9"
+    parser.add_argument("--ratio", type=commands.ratios, default=[0.5, 0.9], help=what)
     parser.add_argument("--ratios", type=Path, metavar="FILE", help="ratios by layer, as RatioTable.save writes them")
     parser.add_argument("--budget", help="find ratios that keep what is saved within this, as 512MiB")
     parser.add_argument("--method", type=_methods, default=list(METHODS), help=f"some of {','.join(METHODS)}")
     parser.add_argument("--train", choices=("all", "norm"), default="all", help="what static and surgeon train")
     parser.add_argument("--html", type=Path, metavar="PATH", help="write a page on the last method's plan")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every number")
-
-
-def parse_size(text: str) -> list[int]:
-    found = [int(part) for part in text.split("x")]
-    if len(found) not in (1, 2) or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"must be like 224 or 540x960, got {text!r}")
-    return found
-
-
-def _ratios(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+    what = "write every number to a file, or print nothing but them"
+    parser.add_argument("--json", nargs="?", const="-", metavar="PATH", help=what)
+    commands.add_quiet(parser)
 
 
 def _methods(text: str) -> list[str]:
@@ -225,7 +237,7 @@ def _methods(text: str) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """The command. 2 where the arguments make no sense."""
-    return answer(_run, arguments)
+    return commands.answer(_run, arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -233,32 +245,80 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@no_collection()
 def compare(arguments: argparse.Namespace, published: Mapping[str, float] | None = None) -> tuple[Study, list[Outcome]]:
     """Prints and writes what is asked for. `published` are figures by method, in MiB, of the model at its own input."""
-    dtype = DTYPES[arguments.dtype]
-    shape = input_shape(arguments.model, arguments.batch, arguments.size)
-    usual = shape == tuple(zoo.input_shape(arguments.model)) and dtype == torch.float32
-    x = torch.empty(shape, dtype=dtype, device="meta")
-    study = Study(build(arguments.model, dtype), x, published if usual else None)
-    chosen, title, fitted = None, "by memory term", None
-    if arguments.ratios:
-        chosen, title = read_ratios(arguments.ratios), f"ratios of {arguments.ratios.name}"
-    if arguments.budget:
-        fitted = fit(study.rewritten, x, budget=arguments.budget, train=arguments.train)
-        chosen, title = fitted.ratios, f"within {arguments.budget}"
-    outcomes = study.outcomes(arguments.method, arguments.ratio, chosen, title, arguments.train)
+    name, dtype = arguments.model, DTYPES[arguments.dtype]
+    steps = 1 + bool(arguments.budget) + len(arguments.method)
+    progress = commands.Progress(steps, arguments.quiet or arguments.json == "-")
+    progress.step(f"building {name}")
+    shape = _shape(arguments)
+    model = build(name, dtype)
+    usual = not arguments.shape and shape == tuple(zoo.input_shape(name)) and dtype == torch.float32
+    study = Study(model, empty_input(model, shape, dtype), published if usual else None)
+    try:
+        outcomes, fitted = _plans(study, arguments, lambda what: progress.step(f"{name}: {what}"))
+    except Exception as error:
+        raise refusal(study, name, error) from None
+    finally:
+        progress.close()
     last = outcomes[-1]
-    print(f"{arguments.model} at {'x'.join(map(str, shape))}, {arguments.dtype}\n{methods_table(outcomes)}")
+    written = json.dumps(_everything(name, shape, outcomes, fitted)) + "\n" if arguments.json else ""
+    if arguments.html:
+        last.plan.to_html(arguments.html)
+    if arguments.json == "-":
+        print(written, end="")
+        return study, outcomes
+    print(f"{name} at {'x'.join(map(str, shape))}, {arguments.dtype}\n{methods_table(outcomes)}")
     if last.plan.rows:
         print(f"\n{largest_table(last)}")
     if fitted is not None:
         print(f"\n{fitted}\n{ratios_table(fitted.ratios)}")
     if arguments.html:
-        last.plan.to_html(arguments.html)
         print(f"\n{arguments.html}: {last.title}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(_everything(arguments.model, shape, outcomes, fitted)) + "\n")
+        Path(arguments.json).write_text(written)
     return study, outcomes
+
+
+def _shape(arguments: argparse.Namespace) -> tuple[int, ...]:
+    if not arguments.shape:
+        return input_shape(arguments.model, arguments.batch, arguments.size)
+    if arguments.batch or arguments.size:
+        raise ValueError("--shape is the whole input: leave out --batch and --size")
+    return tuple(arguments.shape)
+
+
+def _plans(
+    study: Study, arguments: argparse.Namespace, tell: Callable[[str], None]
+) -> tuple[list[Outcome], Fit | None]:
+    chosen, title, fitted = None, "by memory term", None
+    if arguments.ratios:
+        chosen, title = read_ratios(arguments.ratios), f"ratios of {arguments.ratios.name}"
+    if arguments.budget:
+        tell("ratios for the budget")
+        fitted = fit(study.rewritten, study.x, budget=arguments.budget, train=arguments.train)
+        chosen, title = fitted.ratios, f"within {arguments.budget}"
+    outcomes = study.outcomes(arguments.method, arguments.ratio, chosen, title, arguments.train, tell)
+    return outcomes, fitted
+
+
+def refusal(study: Study, name: str, error: Exception) -> Exception:
+    """The error of a plan, as one about the input if the plain model does not take it either."""
+    try:
+        _ = study.source
+    except Exception as cause:
+        shape = "x".join(map(str, study.x.shape))
+        reason = str(cause).strip().splitlines() or [type(cause).__name__]
+        return ValueError(f"{name} does not take an input of {shape}: {reason[0]}{_usual(name)}")
+    return error
+
+
+def _usual(name: str) -> str:
+    try:
+        return f" (its usual input is {'x'.join(map(str, zoo.input_shape(name)))})"
+    except ValueError:  # it has none
+        return ""
 
 
 def _everything(name: str, shape: Sequence[int], outcomes: Sequence[Outcome], fitted: Fit | None) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from surgeon_fx.planner import report
 from surgeon_fx.planner.report import MIB, mib
@@ -25,18 +25,39 @@ def page(plan: Plan) -> str:
     totals = [("paper's count", plan.paper_cache_bytes), ("saved for backward", plan.saved_bytes)]
     totals += [("eager would save", plan.eager_bytes)] if plan.transformed else []
     totals += [("peak of the step", plan.peak_bytes)]
-    cards = "".join(f"<div><b>{mib(size)} MiB</b>{escape(name)}</div>" for name, size in totals)
-    points = [[i, where, live] for i, where, live in report.thinned(plan.timeline)]
-    data = {"points": points, "operations": len(plan.timeline), "forward": plan.forward_operations}
-    data |= {"left": LEFT, "right": WIDTH - RIGHT, "width": WIDTH}
-    script = f"const plan = {json.dumps(data)};".replace("<", "\\u003c") + SCRIPT
+    attach = f"attach({json.dumps(tooltips(plan))});".replace("<", "\\u003c")
+    return document(
+        title, f"<h1>{escape(title)}</h1>{cards(totals)}{panels(plan)}", f"<script>{SCRIPT}{attach}</script>"
+    )
+
+
+def document(title: str, body: str, scripts: str = "", style: str = "") -> str:
+    """A whole page in the style of a plan."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<style>{STYLE}</style></head>\n<body><h1>{escape(title)}</h1><div class="cards">{cards}</div>'
-        f"<p>Peak in {escape(report.peak_at(plan) or 'nothing')}.</p>\n{_bar_panel(plan)}\n"
-        f"{_panel('Live activations, operation by operation', 'line', plan.peak_bytes, lambda y: _line(plan, y))}\n"
-        f'<h2>Largest first</h2>{_table(plan)}<div id="tip" hidden></div>\n<script>{script}</script></body></html>\n'
+        f'<style>{STYLE}{style}</style></head>\n<body>{body}<div id="tip" hidden></div>\n{scripts}</body></html>\n'
     )
+
+
+def cards(totals: Iterable[tuple[str, int]]) -> str:
+    found = "".join(f"<div><b>{mib(size)} MiB</b>{escape(name)}</div>" for name, size in totals)
+    return f'<div class="cards">{found}</div>'
+
+
+def panels(plan: Plan) -> str:
+    """Where the peak is, both pictures and the table."""
+    return (
+        f"<p>Peak in {escape(report.peak_at(plan) or 'nothing')}.</p>\n{_bar_panel(plan)}\n"
+        f"{panel('Live activations, operation by operation', 'line', plan.peak_bytes, lambda y: _line(plan, y))}\n"
+        f"<h2>Largest first</h2>{_table(plan)}"
+    )
+
+
+def tooltips(plan: Plan) -> dict[str, Any]:
+    """What the script needs to tell what lies under the pointer."""
+    points = [[i, where, live] for i, where, live in report.thinned(plan.timeline)]
+    data = {"points": points, "operations": len(plan.timeline), "forward": plan.forward_operations}
+    return data | {"left": LEFT, "right": WIDTH - RIGHT, "width": WIDTH}
 
 
 def _table(plan: Plan) -> str:
@@ -47,7 +68,7 @@ def _table(plan: Plan) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _panel(title: str, css: str, top_bytes: int, body: Callable[[Height], str], root: bool = False) -> str:
+def panel(title: str, css: str, top_bytes: int, body: Callable[[Height], str], root: bool = False) -> str:
     """Title, grid and scale in MiB, and what `body` draws on it."""
     top = max(top_bytes, 1) * 1.08
     power = 0.5 if root else 1.0
@@ -84,11 +105,11 @@ def _bar_panel(plan: Plan) -> str:
     rows, left_out = report.drawn(plan)
     root = report.is_steep(rows)
     title = "Tensors saved for backward, in network order" + (" (square-root scale)" if root else "")
-    panel = _panel(title, "bars", max((r.dense_bytes for r in rows), default=0), lambda y: _bars(plan, rows, y), root)
+    drawing = panel(title, "bars", max((r.dense_bytes for r in rows), default=0), lambda y: _bars(plan, rows, y), root)
     colours = (
         '<i class="eager"></i> eager <i class="held"></i> held' if plan.transformed else '<i class="held"></i> held'
     )
-    return f'{panel}<p class="key">{colours}<span>{escape(left_out)}</span></p>'
+    return f'{drawing}<p class="key">{colours}<span>{escape(left_out)}</span></p>'
 
 
 def _bars(plan: Plan, rows: list[PlanRow], y: Height) -> str:
@@ -186,20 +207,22 @@ function show(event, text) {
   tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
   tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
 }
-for (const bar of document.querySelectorAll(".bar")) {
-  const title = bar.querySelector("title"), text = title.textContent;
-  title.remove();
-  bar.addEventListener("mousemove", event => show(event, text));
-  bar.addEventListener("mouseleave", () => { tip.hidden = true; });
+function attach(plan) {
+  for (const bar of document.querySelectorAll(".bar")) {
+    const title = bar.querySelector("title"), text = title.textContent;
+    title.remove();
+    bar.addEventListener("mousemove", event => show(event, text));
+    bar.addEventListener("mouseleave", () => { tip.hidden = true; });
+  }
+  const line = document.querySelector("svg.line");
+  line.addEventListener("mousemove", event => {
+    if (!plan.points.length) return;
+    const box = line.getBoundingClientRect(), x = (event.clientX - box.left) / box.width * plan.width;
+    const at = (x - plan.left) / (plan.right - plan.left) * (plan.operations - 1);
+    const near = plan.points.reduce((a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a);
+    const when = near[0] < plan.forward ? "forward" : "backward";
+    show(event, (near[2] / 1048576).toFixed(2) + " MiB live\\n" + when + " " + (near[1] === when ? "" : near[1]));
+  });
+  line.addEventListener("mouseleave", () => { tip.hidden = true; });
 }
-const line = document.querySelector("svg.line");
-line.addEventListener("mousemove", event => {
-  if (!plan.points.length) return;
-  const box = line.getBoundingClientRect(), x = (event.clientX - box.left) / box.width * plan.width;
-  const at = (x - plan.left) / (plan.right - plan.left) * (plan.operations - 1);
-  const near = plan.points.reduce((a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a);
-  const when = near[0] < plan.forward ? "forward" : "backward";
-  show(event, (near[2] / 1048576).toFixed(2) + " MiB live\\n" + when + " " + (near[1] === when ? "" : near[1]));
-});
-line.addEventListener("mouseleave", () => { tip.hidden = true; });
 """

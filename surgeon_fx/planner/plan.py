@@ -10,9 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from surgeon_fx.api import is_transformed, rewrite_of
+from surgeon_fx.api import is_transformed, rewrite_of, transformed_part
+from surgeon_fx.distributed import unwrapped
+from surgeon_fx.modules import trains
 from surgeon_fx.planner import arithmetic, facts
 from surgeon_fx.planner.arithmetic import LayerInput
+from surgeon_fx.planner.ranks import RankMemory, rank_memory
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Plan:
     saved_bytes: int
     timeline: list[tuple[str, int]]
     forward_operations: int
+    rank: RankMemory | None = None  # of several, where they were asked for
 
     @property
     def eager_bytes(self) -> int:
@@ -118,6 +122,9 @@ def plan(
     ratios: Mapping[str, float] | float | None = None,
     train: facts.Trains = None,
     device: str = "cpu",
+    world_size: int | None = None,
+    sharding: str | None = None,
+    optimizer_states: int = 2,
     **named_inputs: Any,
 ) -> Plan:
     """Predicts the memory of one training step. Nothing is allocated, no weight is touched.
@@ -126,7 +133,12 @@ def plan(
     default those of its table; any other as eager would run it. `train` says which parameters are trained: "all",
     "norm", a function of name and parameter, or by default those that require gradients. What lies on the meta device
     is planned for `device`.
+
+    `world_size` and `sharding` ("none", "optimizer" or "full") ask for what one of several ranks holds, given its own
+    batch as inputs and an optimizer with so many `optimizer_states` per parameter: `plan.rank`.
     """
+    if world_size is None and sharding is not None:
+        raise ValueError("sharding is over ranks: give world_size too")
     found = facts.step(model, inputs, named_inputs, ratios, train, device=device)
     transformed = is_transformed(model)
     used = dict(rewrite_of(model).table) if transformed else {}
@@ -144,7 +156,12 @@ def plan(
         for x in tree_leaves((inputs, named_inputs), is_leaf=facts.is_shape)
         if isinstance(x, Tensor) or facts.is_shape(x)
     )
+    rank = None
+    if world_size is not None:
+        part = transformed_part(model) if transformed else unwrapped(model)
+        chosen = trains(part, train)
+        rank = rank_memory(part, chosen, found.saved_bytes, world_size, sharding or "none", optimizer_states)
     return Plan(
-        *(type(model).__name__, shapes, transformed, rows, found.layers, used, found.saved_bytes),
-        *(found.timeline, found.forward_operations),
+        *(type(unwrapped(model)).__name__, shapes, transformed, rows, found.layers, used, found.saved_bytes),
+        *(found.timeline, found.forward_operations, rank),
     )

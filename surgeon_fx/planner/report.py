@@ -12,6 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgeon_fx import tables
+
 if TYPE_CHECKING:
     from surgeon_fx.planner.plan import Plan, PlanRow
 
@@ -22,8 +24,6 @@ EAGER, HELD, LIVE, PEAK, BACKWARD = "#c9d7e8", "#3b6ea5", "#3b6ea5", "#b3412e", 
 
 def table(plan: Plan) -> str:
     """Totals, then what is held, largest first: by tensor, by group or by stage, whichever is the finest that fits."""
-    from tabulate import tabulate
-
     groups = sorted(folded(plan.rows), key=lambda group: -held_bytes(group[1]))
     shown = groups if len(groups) <= MOST_GROUPS else groups[: MOST_GROUPS - 1]
     rest = [row for _, rows in groups[len(shown) :] for row in rows]
@@ -32,9 +32,10 @@ def table(plan: Plan) -> str:
         lines.append(cells(f"{len(groups) - len(shown)} more", rest, plan))
     lines.append(cells("total", plan.rows, plan))
     what = "rewritten" if plan.transformed else "eager"
-    return "\n".join(
-        [f"{plan.model} at {plan.inputs}, {what}", totals(plan), tabulate(lines, headers="keys", disable_numparse=True)]
-    )
+    head = [f"{plan.model} at {plan.inputs}, {what}", totals(plan)]
+    if plan.rank is not None:
+        head.append(str(plan.rank))
+    return "\n".join([*head, tables.table(lines, headers="keys")])
 
 
 def totals(plan: Plan) -> str:
@@ -149,6 +150,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "peak_at": plan.peak_at,
         "forward_operations": plan.forward_operations,
         "ratios": plan.ratios,
+        "rank": None if plan.rank is None else asdict(plan.rank) | {"total": plan.rank.total},
         "rows": [asdict(row) for row in plan.rows],
         "layers": [asdict(layer) | {"bytes": layer.bytes} for layer in plan.layers],
         "timeline": [{"where": where, "live_bytes": live} for where, live in plan.timeline],
@@ -245,7 +247,7 @@ def plot(plan: Plan, path: str | Path) -> None:
     bars.set_xticks([(start + end - 1) / 2 for _, start, end in long], [name for name, _, _ in long], fontsize=8)
     if is_steep(rows):
         bars.set_yscale("function", functions=(lambda y: abs(y) ** 0.5, lambda y: y**2))
-    bars.set_ylabel("MiB a saved tensor" + (", square-root scale" if is_steep(rows) else ""), fontsize=8)
+    bars.set_ylabel("MiB per saved tensor" + (", square-root scale" if is_steep(rows) else ""), fontsize=8)
     bars.set_xlabel(left_out, fontsize=8)
     bars.legend(frameon=False, loc="upper left")  # "best" may take long, and warns
     points = thinned(plan.timeline)

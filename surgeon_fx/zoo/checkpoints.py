@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,11 +40,13 @@ def load(model: nn.Module | str, source: str | Path | Mapping[str, Any]) -> nn.M
 
 
 def _read(path: Path) -> Any:
-    if path.suffix == ".safetensors":
-        return require("safetensors.torch").load_file(path)
     try:
+        if path.suffix == ".safetensors":
+            return require("safetensors.torch").load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # pickle, zipfile, torch and safetensors each have errors of their own for junk
         raise ValueError(
             f"{path} is no checkpoint of tensors and plain values (a web page saved instead of the file, or Python "
             "objects inside?); download it again, or load it where you trust it and save its state dict alone"

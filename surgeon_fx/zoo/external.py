@@ -109,7 +109,9 @@ def hugging_face_input_shape(name: str) -> tuple[int, ...]:
     config = getattr(config, "vision_config", None) or config
     channels, size = getattr(config, "num_channels", None), getattr(config, "image_size", None)
     if channels is None and size is None:
-        raise ValueError(f"the default config of {name!r} has no image size: give the input's shape yourself")
+        raise ValueError(
+            f"the default config of {name!r} has no image size: give the shape of an input, as --shape 8x128 does"
+        )
     size = size or 224
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return (1, channels or 3, height, width)

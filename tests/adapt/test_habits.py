@@ -97,6 +97,35 @@ def test_normalisation_in_front(x):
     assert all(name.startswith("model.") for name in adapter.importance.G)
 
 
+class Named(nn.Module):
+    """Takes its images by name, as Hugging Face's models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Small()
+
+    def forward(self, pixel_values, scale=None):
+        return self.inner(pixel_values if scale is None else pixel_values * scale.view(-1, 1, 1, 1))
+
+
+def test_consistency_with_a_batch_of_names():
+    torch.manual_seed(0)
+    model, x = Named(), torch.rand(4, 3, 16, 16)
+    same = copy.deepcopy(model)
+    adapter = adapt.Surgeon(model, cr=True, lr=1e-2)
+    logits = [adapter({"pixel_values": x, "scale": torch.ones(4)}) for _ in range(2)]
+    plain = adapt.Surgeon(same, cr=True, lr=1e-2)
+    assert all(torch.equal(plain(x), expected) for expected in logits)
+    assert not torch.equal(*logits)
+
+
+def test_consistency_refuses_names_without_images():
+    adapter = adapt.Surgeon(Named(), cr=True)
+    with pytest.raises(ValueError, match="augment= for a batch of first, second"):
+        adapter({"first": torch.rand(4, 16), "second": torch.rand(4, 3)})
+    assert adapter.batches == 0
+
+
 def test_one_autocast_block_around_many_batches(model, x):
     """Autocast keeps casts of the weights until its block ends; an update makes them stale."""
     adapter = adapt.FullTuning(model, lr=0.1)
@@ -150,7 +179,7 @@ def test_state_is_copied(model, x):
     assert torch.equal(*moments)
     assert moments[0].data_ptr() != moments[1].data_ptr()
     scheduled = adapt.FullTuning(model, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1))
-    with pytest.raises(ValueError, match="same optimizer and scheduler"):
+    with pytest.raises(ValueError, match="same optimizer, scheduler"):
         scheduled.load_state_dict(first.state_dict())
     with torch.inference_mode():
         first.reset()

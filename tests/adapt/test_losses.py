@@ -247,9 +247,10 @@ def test_sar_steps_at_the_sharp_point(model):
 
 def test_the_floor_of_sar_is_in_proportion_to_the_classes(model, x):
     adapter = adapt.SAR(model)
-    adapter.last = adapt.Step(0.025)
+    adapter.mean_loss = 0.025
     adapter.loss._follow(adapter, 1000)
     assert adapter.last.reset  # 0.025 < 0.2
+    adapter.mean_loss = 0.07
     adapter.last = adapt.Step(0.07)
     adapter.loss._follow(adapter, 10)
     assert not adapter.last.reset  # 0.07 > 0.2 * ln 10 / ln 1000

@@ -124,6 +124,9 @@ def test_ops_check_what_they_are_given():
         (ops.pack_sign, (X,)),
         (ops.unpack_bits, (pack_bits(X > 0), X.numel())),
         (ops.unpack_value, (pack_bits(X > 0), X.numel(), torch.ones(1))),
+        (ops.mask_by_bits, (X, pack_bits(X > 0))),
+        (ops.batch_norm_grad, (X, *PARTS[:2], torch.ones(X.shape[1]))),
+        (ops.layer_norm_grad, (X, *PARTS[:2], torch.ones(X.shape[-1]), torch.ones(X.shape[:-1]))),
     ],
 )
 def test_opcheck(op, arguments):

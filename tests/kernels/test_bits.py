@@ -6,7 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, VALUES, make, strided_tensors
 
-from surgeon_fx.kernels import bit_bytes, pack_bits, pack_sign, unavailable_reason, unpack_bits, unpack_value
+from surgeon_fx.kernels import (
+    bit_bytes,
+    mask_by_bits,
+    pack_bits,
+    pack_sign,
+    unavailable_reason,
+    unpack_bits,
+    unpack_value,
+)
 
 BACKENDS = [b for b in ("reference", "torch", "cpu") if not unavailable_reason(b, "cpu")]
 
@@ -56,6 +64,15 @@ def test_value_where_a_bit_is_set(backend, dtype, size):
     assert torch.equal(actual, torch.where(mask, value, 0.0))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(x=strided_tensors(most=5000))
+def test_masked_where_no_bit_is_set(backend, x):
+    mask = ~(x <= 0)
+    masked = mask_by_bits(x, pack_bits(mask), backend=backend)
+    assert torch.equal(masked.isnan(), x.isnan() & mask)
+    assert torch.equal(masked.nan_to_num(), torch.where(mask, x, 0.0).nan_to_num())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("values", VALUES)
 def test_sign_agrees_with_autograd(dtype, values):
@@ -79,3 +96,7 @@ def test_bad_input_is_refused():
         unpack_bits(torch.zeros(2), 9)
     with pytest.raises(ValueError, match="value must be one number on cpu"):
         unpack_value(torch.zeros(2, dtype=torch.uint8), torch.ones(2), 9)
+    with pytest.raises(ValueError, match="bits has 2 bytes; 8 elements go with 1"):
+        mask_by_bits(torch.ones(8), torch.zeros(2, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="bits set behind the last of 9 elements"):
+        mask_by_bits(torch.ones(9), torch.full((2,), 255, dtype=torch.uint8))

@@ -18,6 +18,7 @@ from surgeon_fx.kernels import (
     Compressed,
     compress,
     decompress,
+    mask_by_bits,
     native,
     pack_bits,
     pack_sign,
@@ -64,6 +65,7 @@ def test_every_function_does_what_the_reference_does(x, ratio, backend):
     assert torch.equal(mask, ~(x <= 0))
     value = torch.full((), 0.3, dtype=x.dtype)
     assert torch.equal(unpack_value(bits, value, c.shape, c.stride, backend=backend), torch.where(mask, value, 0.0))
+    assert same_bits(mask_by_bits(x, bits, backend=backend), mask_by_bits(x, bits, backend="reference"))
 
 
 @fuzz
@@ -97,6 +99,8 @@ def test_wrong_arguments_get_a_clear_error(x, ratio, backend, data):
         lambda: pack_bits(x),
         lambda: unpack_value(bits, data.draw(no_tensor), c.shape),
         lambda: unpack_value(bits, torch.ones(2), c.shape),
+        lambda: mask_by_bits(data.draw(no_tensor), bits),
+        lambda: mask_by_bits(x, data.draw(no_tensor)),
     ):
         with pytest.raises((TypeError, ValueError)):
             wrong()

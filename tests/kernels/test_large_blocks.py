@@ -140,4 +140,4 @@ HARNESS = Path(__file__).with_name("large_blocks_check.c")
 @pytest.mark.skipif(ctypes.sizeof(ctypes.c_void_p) != 8, reason="needs a 64-bit system")
 @pytest.mark.parametrize("sanitizers", ["undefined", "thread"])
 def test_threads_and_forks_under_sanitizers(sanitizers):
-    run(sanitized(sanitizers, HARNESS))
+    run(sanitized(sanitizers, HARNESS, alone=True))

@@ -8,7 +8,16 @@ import torch
 from kernel_cases import DTYPES, LARGE, VALUES, assert_same, make, same_bits
 from native_harness import build, run
 
-from surgeon_fx.kernels import compress, decompress, native, pack_bits, pack_sign, unpack_bits, unpack_value
+from surgeon_fx.kernels import (
+    compress,
+    compress_normalised,
+    decompress,
+    native,
+    pack_bits,
+    pack_sign,
+    unpack_bits,
+    unpack_value,
+)
 
 if native.unavailable_reason():
     pytest.skip(native.unavailable_reason(), allow_module_level=True)
@@ -72,7 +81,12 @@ def test_a_misleading_sample_costs_time_only(dtype, ratio, threads):
     all_inside[:] = quantile * (1 + torch.rand(n) * 0.01).to(dtype)
     all_inside[seen] = make("normal", len(seen), dtype)
     for x in (far_above, far_below, all_inside):
-        assert_same(compress(x, ratio), compress(x, ratio, backend="reference"))
+        expected = compress(x, ratio, backend="reference")
+        assert_same(compress(x, ratio), expected)
+        rows = x.view(40, -1)  # a mean of 0 and a deviation of 1
+        found = compress_normalised(rows, torch.zeros(40), torch.ones(40), "row", ratio)
+        assert torch.equal(found.values, expected.values)
+        assert torch.equal(found.bitmask, expected.bitmask)
 
 
 @pytest.mark.parametrize("isa", native.instruction_sets())

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from kernel_cases import DTYPES
+from native_harness import run, sanitized
 
 from surgeon_fx.kernels import Compressed, compress, decompress, native, pack_bits, unavailable_reason, unpack_bits
 from surgeon_fx.kernels import unpack_value as unpack
@@ -62,7 +64,14 @@ n = (1 << 21) + 1000
 keep = torch.rand(n) > 0.5
 bits, out = pack_bits(keep), torch.empty(n + 1)[1:]
 with native.forced_instruction_set({isa!r}):
-    assert native.library().sfx_unpack_value(bits.data_ptr(), n, 4, 0x3f800000, out.data_ptr(), 2) == 0
+    assert native.library().sfx_select(bits.data_ptr(), n, 4, None, 0x3f800000, out.data_ptr(), 2) == 0
 assert torch.equal(out, keep.float())
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(bool(native.unavailable_reason()), reason="no C kernels here")
+@pytest.mark.parametrize("isa", native.instruction_sets() if not native.unavailable_reason() else [])
+def test_counts_of_an_earlier_pass_are_not_trusted(isa):
+    """Version 0.1 wrote past the values within a few rounds."""
+    run(sanitized("address,undefined", source=Path(__file__).with_name("changing_input.c")), isa, 40)

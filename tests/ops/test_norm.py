@@ -15,7 +15,10 @@ from op_cases import (
     tensor,
 )
 
+import surgeon_fx
+from surgeon_fx.kernels import unavailable_reason
 from surgeon_fx.ops import norm
+from surgeon_fx.planner import facts
 
 
 def wide(*shape, **options):
@@ -207,3 +210,17 @@ def test_double_backward_is_refused(layers, name):
     layers.ratios["a"] = 0.8
     with pytest.raises(RuntimeError, match="double backward"):
         gradients(lambda *a, **k: op(layers.a, *a, **k), *args, **named, **options, double=True)
+
+
+@pytest.mark.skipif(bool(unavailable_reason("cpu", "cpu")), reason="no C kernels here")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "layer",
+    [torch.nn.BatchNorm2d(8), torch.nn.LayerNorm([32, 32]), torch.nn.GroupNorm(4, 8)],
+    ids=lambda x: type(x).__name__,
+)
+def test_no_dense_normalised_input_beside_the_output(layer, training):
+    model = surgeon_fx.transform(torch.nn.Sequential(layer).train(training))
+    timeline = facts.step(model, [(4, 8, 32, 32)], {}, 0.9, backward=False).timeline
+    dense = 4 * 8 * 32 * 32 * 4
+    assert dense < max(live for _, live in timeline) < 1.3 * dense

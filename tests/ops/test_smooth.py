@@ -34,6 +34,8 @@ OF_INPUT = {
     "selu": (smooth.selu, F.selu, {}),
     "selu in place": (smooth.selu, F.selu, {"inplace": True}),
     "logsigmoid": (smooth.logsigmoid, F.logsigmoid, {}),
+    "softsign": (smooth.softsign, F.softsign, {}),
+    "tanhshrink": (smooth.tanhshrink, F.tanhshrink, {}),
     "glu": (smooth.glu, F.glu, {}),
     "glu of a dimension": (smooth.glu, F.glu, {"dim": 1}),
     "square": (smooth.square, torch.square, {}),

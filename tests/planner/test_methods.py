@@ -1,11 +1,13 @@
 """`surgeon-fx plan`: the memory of every method, side by side."""
 
+import io
 import json
 import re
 
 import pytest
 import torch
 
+from surgeon_fx import commands
 from surgeon_fx.cli import main
 from surgeon_fx.planner import methods
 
@@ -86,10 +88,74 @@ def test_a_name_nobody_has_is_no_traceback(arguments, message, capsys):
     assert message in err
 
 
-def test_text_models_are_out_of_scope(capsys):
+def test_text_models_are_planned_by_the_shape_of_their_tokens(capsys):
     pytest.importorskip("transformers")
     assert main(["plan", "--model", "hf:bert"]) == 2
-    assert "no image size" in capsys.readouterr().err
+    assert "no image size: give the shape of an input, as --shape 8x128 does" in capsys.readouterr().err
+    assert main(["plan", "--model", "hf:distilbert", "--shape", "2x16", "--method", "full,static"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("hf:distilbert at 2x16, float32\n")
+    rows = table(out)
+    assert float(rows["static 90 %"][1]) < 0.7 * float(rows["full tuning"][1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "-3"], "--batch: must be a whole number of 1 or more, got '-3'"),
+        (["--batch", "two"], "--batch: must be a whole number of 1 or more, got 'two'"),
+        (["--size", "axb"], "--size: must be a size like 224 or 540x960, got 'axb'"),
+        (["--ratio", "1.5"], "--ratio: must be a ratio from 0 (keep everything) to 1"),
+        (["--shape", "8x"], "--shape: must be a shape with its batch"),
+        (["--serve", "high"], "--serve: must be a port from 0 to 65535"),
+    ],
+)
+def test_options_that_make_no_sense_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*SMALL, *arguments])
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert message in err
+
+
+def test_a_size_the_model_refuses_is_one_line(capsys):
+    pytest.importorskip("timm")
+    for method in ("full", "surgeon"):  # planned as it is, and captured
+        assert main(["plan", "--model", "vit_tiny_patch16_224", "--size", "97", "--method", method]) == 2
+        err = capsys.readouterr().err
+        assert len(err.splitlines()) == 1
+        assert "vit_tiny_patch16_224 does not take an input of 1x3x97x97: Input height" in err
+        assert "its usual input is 1x3x224x224" in err
+    assert main([*SMALL, "--shape", "2x3x32x32"]) == 2
+    assert "--shape is the whole input" in capsys.readouterr().err
+
+
+def test_json_alone_on_standard_output(capsys):
+    assert main([*SMALL, "--method", "full", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["methods"][0]["title"] == "full tuning"
+    assert err == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_has_the_time_left_and_is_silent_where_nobody_looks(monkeypatch):
+    clock = iter([0.0, 0.0, 3.0, 6.0])
+    monkeypatch.setattr(commands.time, "monotonic", lambda: next(clock))
+    out = Terminal()
+    progress = commands.Progress(3, out=out)
+    for what in ("one", "two", "three"):
+        progress.step(what)
+    assert [line.removeprefix("\x1b[K") for line in out.getvalue().split("\r")[1:]] == [
+        *("[1/3] one", "[2/3] two, about 6 s left", "[3/3] three, about 3 s left")
+    ]
+    for quiet, out in ((True, Terminal()), (False, io.StringIO())):
+        monkeypatch.setattr(commands.time, "monotonic", lambda: 0.0)
+        commands.Progress(1, quiet, out).step("one")
+        assert out.getvalue() == ""
 
 
 def test_unknown_methods_are_refused(capsys):

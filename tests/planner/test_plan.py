@@ -70,6 +70,35 @@ def test_saved_equals_measured(name, training):
         assert planned == measured(transformed, shape) == surgeon_fx.plan(transformed, shape).saved_bytes
 
 
+@pytest.mark.parametrize("exact_saves", ["int8", "bf16"])
+@pytest.mark.parametrize("name", ["vit_cifar", "segformer_b0", "network", "attention"])
+def test_saved_equals_measured_when_rounded(name, exact_saves):
+    model, shape = build(name)
+    check_options(model, shape, exact_saves=exact_saves)
+
+
+@pytest.mark.parametrize("exact_saves", [None, "int8"])
+@pytest.mark.parametrize("name", ["wrn16_1", "vit_cifar", "segformer_b0", "tv:resnet18", "network", "attention"])
+def test_saved_equals_measured_when_shared(name, exact_saves):
+    model, shape = build(name)
+    check_options(model, shape, share_saves=True, exact_saves=exact_saves)
+
+
+def check_options(model, shape, **options):
+    """Planned is measured, rows add up, and the table of one plan gives the bytes of any other ratio."""
+    eager = surgeon_fx.plan(model, shape).saved_bytes
+    transformed = surgeon_fx.transform(model, surgeon_fx.Config(**options))
+    savings = facts.step(transformed, [shape], {}, 0.5, backward=False).savings
+    table = surgeon_fx.ratios(transformed)
+    for ratios in (0.0, 0.5, 0.9, *({name: i % 3 / 3 for i, name in enumerate(table, start)} for start in range(3))):
+        plan = surgeon_fx.plan(transformed, shape, ratios=ratios)
+        table.fill(ratios) if isinstance(ratios, float) else table.update(ratios)
+        assert plan.saved_bytes == measured(transformed, shape)
+        assert arithmetic.held_bytes(savings, dict(table)) == plan.saved_bytes
+        assert sum(row.held_bytes for row in plan.rows) == plan.saved_bytes
+        assert plan.eager_bytes == eager
+
+
 @pytest.mark.parametrize("name", ["wrn16_1", "vit_cifar", "tv:resnet18"])
 def test_saved_equals_measured_in_bfloat16(name):
     model, shape = build(name)
@@ -143,6 +172,26 @@ def test_peak_is_that_of_the_allocator(name, ratio):
     between, inside = measured_peak(model, torch.randn(shape))
     assert planned.peak_bytes == pytest.approx(between, rel=0.03)
     assert inside >= between
+
+
+class Fan(nn.Module):
+    """Backward ends in a sum of two gradients: of new ones, or of one that is held elsewhere."""
+
+    def __init__(self, held: bool) -> None:
+        super().__init__()
+        self.weight, self.held = nn.Parameter(torch.ones(256, 256)), held
+        self.register_buffer("matrix", torch.ones(256, 256))
+
+    def forward(self, x):
+        x = x + self.weight
+        return x + x.t().t() if self.held else (x @ self.matrix, x @ self.matrix)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_sums_of_gradients_are_in_place_where_autograd_adds_in_place(held):
+    model = Fan(held)
+    planned = surgeon_fx.plan(model, (256, 256))
+    assert planned.peak_bytes == measured_peak(model, torch.randn(256, 256))[0]
 
 
 @pytest.mark.parametrize("name", ["wrn16_1", "vit_cifar"])

@@ -1,0 +1,85 @@
+"""One save for a chain: `Config(share_saves=True)`.
+
+norm -> activation -> conv or linear keeps the pruned x-hat of the norm, and for ReLU its bits. The input of the layer
+is rebuilt from it: act(x-hat * weight + bias) at the places that the norm kept, zero elsewhere. So is what a smooth
+activation between the two reads; one that is behind no norm keeps its input for the layer behind it. What is kept is
+kept at the lowest ratio of those it serves.
+
+Reference: the gradients of each operation, its activation replaced by the rebuilt one. `passes/share_saves.py` says
+where; a chain that turns out otherwise when it runs (other memory, a ratio of 0) keeps each save for itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgeon_fx.ops.common import is_parameter
+from surgeon_fx.ops.keep import Kept, Share, find_share, offer
+from surgeon_fx.ops.slots import Slot, slot_behind
+
+# Activations, element by element, of the input alone. Those that keep their input can start a chain.
+STARTS = ("gelu", "silu", "hardswish", "mish", "softplus", "elu", "celu", "selu")
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "relu_": torch.relu_,
+    **{name: getattr(F, name) for name in (*STARTS, "relu", "relu6", "leaky_relu", "leaky_relu_", "hardtanh")},
+}
+
+
+def offer_affine(slot: Slot, output: Tensor, weight: Tensor | None, bias: Tensor | None, dim: int) -> Tensor:
+    """What a norm keeps serves whoever prunes its output; weight and bias go along `dim`, or along the last dimensions.
+
+    A computed weight is not held on to for that.
+    """
+    kept: tuple[Kept, ...] = getattr(output.grad_fn, "kept", ())
+    given = [x for x in (weight, bias) if x is not None]
+    if not slot.offers or not kept or not all(map(is_parameter, given)):
+        return output
+    run = output.stride(dim)
+    if given and given[0].dim() > 1:
+        if not output.is_contiguous():
+            return output
+        run = 1
+    elif given and given[0].numel() == 1:  # any stride goes with a single channel
+        run = 1
+    if (share := _share_of(kept[0], slot, output)) is not None:
+        offer(output, replace(share, run=run, weight=weight, bias=bias))
+    return output
+
+
+def _share_of(kept: Kept, slot: Slot, output: Tensor) -> Share | None:
+    """What was kept, for an output that lies in memory as it did."""
+    pair = None if kept.record is None else kept.record.saved()
+    if pair is None or not kept.dense_layout or kept.stride != output.stride():
+        return None
+    first, second = map(weakref.ref, pair)
+    assert kept.record is not None
+    source = (slot.name, *slot.sharers)
+    return Share(first, second, kept.dtype, output.numel(), kept.record.ratio, source)
+
+
+@cache
+def handing_on(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An activation whose output can be rebuilt from what its input is, or from what it keeps of its input."""
+    native = ACTIVATIONS[op.__name__]
+
+    def run(key: str, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        share, stride, slot = find_share(input), input.stride(), slot_behind(key)
+        output = op(key, input, *args, **kwargs)
+        kept: tuple[Kept, ...] = getattr(output.grad_fn, "kept", ())
+        if share is None and slot.offers and kept and kept[0].share is None:
+            share = _share_of(kept[0], slot, output)
+        if share is not None and output.stride() == stride:
+            functions = (*share.functions, lambda x: native(x, *args, **kwargs))
+            offer(output, replace(share, functions=functions))
+        return output
+
+    run.__name__ = run.__qualname__ = f"handing_on_{op.__name__}"
+    return run
