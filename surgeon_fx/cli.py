@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import json
 import os
 import platform
 import sys
@@ -15,26 +16,36 @@ import torch
 from torch import nn
 
 import surgeon_fx
-from surgeon_fx import allocator, zoo
+from surgeon_fx import allocator, commands, zoo
 from surgeon_fx.kernels import BACKENDS, active_backend, native, unavailable_reason
+from surgeon_fx.tables import table
 from surgeon_fx.zoo.external import require
 
+COLUMNS = ("backend", "state", "reason")
 
-def doctor(_: argparse.Namespace) -> int:
+
+def doctor(arguments: argparse.Namespace) -> int:
     """Says what runs here, and why anything does not."""
-    from tabulate import tabulate
-
-    print(tabulate(_environment(), tablefmt="plain"))
-    for device in _devices():
-        rows = [
-            [backend, "in use" if backend == active_backend(device) else "available" if not reason else "no", reason]
-            for backend in BACKENDS
-            if backend != "auto"
-            for reason in [unavailable_reason(backend, device)]
-        ]
+    environment, backends = _environment(), {device: _backends(device) for device in commands.devices()}
+    if arguments.json:
+        found = {device: [dict(zip(COLUMNS, row, strict=True)) for row in rows] for device, rows in backends.items()}
+        print(json.dumps({"environment": dict(environment), "kernels": found}))
+        return 0
+    print(table(environment, plain=True))
+    for device, rows in backends.items():
         print(f"\nkernels on {device}")
-        print(tabulate(rows, ["backend", "state", "reason"]))
+        print(table(rows, COLUMNS))
     return 0
+
+
+def _backends(device: str) -> list[list[str]]:
+    """Each backend of the kernels, its state on a device, and the reason."""
+    return [
+        [backend, "in use" if backend == active_backend(device) else "available" if not reason else "no", reason]
+        for backend in BACKENDS
+        if backend != "auto"
+        for reason in [unavailable_reason(backend, device)]
+    ]
 
 
 def _environment() -> list[tuple[str, str]]:
@@ -66,31 +77,34 @@ def _version(package: str) -> str:
     return metadata.version(package) + note
 
 
-def _devices() -> list[str]:
-    present = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.backends.mps}
-    return ["cpu", *(name for name, module in present.items() if module.is_available())]
-
-
 def plan(arguments: argparse.Namespace) -> int:
     """Predicts the memory of every way to adapt a model, before anything runs."""
-    from surgeon_fx.planner import methods
+    from surgeon_fx.planner import methods, serve
 
+    if arguments.serve is not None:
+        return commands.answer(serve.run, arguments)
     return methods.run(arguments)
 
 
 def models(arguments: argparse.Namespace) -> int:
     """Lists the models that have a name, or searches them: the zoo's own, timm's and torchvision's."""
-    from tabulate import tabulate
-
     text = arguments.text.lower()
     entries = [zoo.entry(name) for name in zoo.names()]
+    entries = [entry for entry in entries if text in f"{entry.name} {entry.summary}".lower()]
+    if arguments.json:
+        names = [f"{name}" for _, some in _external_names() for name in some if text in name.lower()]
+        own = [
+            {"name": entry.name, "input": entry.input_shape, "parameters": _parameters(entry.build)}
+            for entry in entries
+        ]
+        print(json.dumps({"zoo": own, "others": names}))
+        return 0 if own or names else 1
     rows = [
-        [entry.name, "x".join(map(str, entry.input_shape)), _parameters(entry.build), entry.summary]
+        [entry.name, "x".join(map(str, entry.input_shape)), f"{_parameters(entry.build):,}", entry.summary]
         for entry in entries
-        if text in f"{entry.name} {entry.summary}".lower()
     ]
     if rows:
-        print(tabulate(rows, ["model", "input", "parameters", ""], colalign=("left", "left", "right", "left")))
+        print(table(rows, ["model", "input", "parameters", ""], colalign=("left", "left", "right", "left")))
     if not text:
         print("\nand every name of timm, tv: and hf: names; surgeon-fx models TEXT searches those of timm and tv:")
         return 0
@@ -108,9 +122,9 @@ def models(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def _parameters(build: Callable[..., nn.Module]) -> str:
+def _parameters(build: Callable[..., nn.Module]) -> int:
     with torch.device("meta"):
-        return f"{sum(parameter.numel() for parameter in build().parameters()):,}"
+        return sum(parameter.numel() for parameter in build().parameters())
 
 
 def _external_names() -> list[tuple[str, list[str]]]:
@@ -125,13 +139,19 @@ def _external_names() -> list[tuple[str, list[str]]]:
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    from surgeon_fx.planner import methods
+    from surgeon_fx.planner import methods, serve
 
     methods.add_arguments(parser)
+    serve.add_arguments(parser)
 
 
 def _models_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", nargs="?", default="", help="part of a name")
+    _json_argument(parser)
+
+
+def _json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
@@ -140,19 +160,19 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "models": models,
 }
 ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "doctor": _json_argument,
     "plan": _plan_arguments,
     "models": _models_arguments,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="surgeon-fx", description="Train where memory is short.")
+    parser = commands.Parser(prog="surgeon-fx", description="Train where memory is short.")
     parser.add_argument("--version", action="version", version=surgeon_fx.__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    names = parser.add_subparsers(dest="command", required=True)
     for name, run in COMMANDS.items():
-        command = commands.add_parser(name, help=(run.__doc__ or "").strip(), description=run.__doc__)
-        if name in ARGUMENTS:
-            ARGUMENTS[name](command)
+        command = names.add_parser(name, help=(run.__doc__ or "").strip(), description=run.__doc__)
+        ARGUMENTS[name](command)
     parsed = parser.parse_args(arguments)
     return COMMANDS[parsed.command](parsed)
 

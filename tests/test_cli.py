@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from surgeon_fx import __version__, zoo
@@ -50,6 +52,17 @@ def test_models_searches_other_packages_too(capsys):
 def test_models_suggests_the_nearest(capsys):
     assert main(["models", "segfromer_b5"]) == 1
     assert "did you mean segformer_b5" in capsys.readouterr().err
+
+
+def test_json_for_machines(capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["environment"]["surgeon-fx"] == __version__
+    assert {row["backend"] for row in found["kernels"]["cpu"]} == {"reference", "cpu", "triton", "torch"}
+    assert main(["models", "wrn28", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["zoo"] == [{"name": "wrn28_10", "input": [200, 3, 32, 32], "parameters": 36479194}]
+    assert main(["models", "nosuchmodel", "--json"]) == 1
 
 
 def test_plan_is_the_command_of_the_bench(capsys):
