@@ -13,6 +13,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -143,6 +144,13 @@ def git_sha() -> str:
         return next(line.split()[0] for line in packed if line.endswith(f" {ref}"))
     except (OSError, StopIteration):
         return "unknown"
+
+
+def progress(quiet: bool, *iterables: Any, **options: Any) -> Any:
+    """A bar on standard error, with what is done and the time left."""
+    from tqdm import tqdm
+
+    return tqdm(*iterables, file=sys.stderr, disable=quiet, **options)
 
 
 class Spread(NamedTuple):

@@ -28,10 +28,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from common import MIB, RESULTS, ChildProcess, Environment, Row, environment
+from common import MIB, RESULTS, ChildProcess, Environment, Row, environment, progress
 from coverage_models import SUITES, quick_models
 from tabulate import tabulate
-from tqdm import tqdm
+
+from surgeon_fx import commands
 
 RATIO = 0.9
 EXACT_LIMIT = 1.03  # of the exact tier's bytes over eager's
@@ -222,6 +223,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a fast subset of each suite")
     parser.add_argument("--only", help="models whose name contains this")
     parser.add_argument("--json", type=Path, default=RESULTS / "coverage.jsonl")
+    commands.add_quiet(parser)
     parser.add_argument("--resume", action="store_true", help="go on with the models that --json does not hold yet")
     parser.add_argument("--against", type=Path, help="an earlier --json: which models hold more than they did?")
     parser.add_argument("--limit", type=float, default=900, help="seconds that one model may take")
@@ -239,7 +241,7 @@ def main() -> int:
     checks = Checks(arguments.limit)
     with arguments.json.open("w") as file, contextlib.suppress(KeyboardInterrupt):  # what is done is reported
         file.writelines(row.to_json() + "\n" for row in rows)
-        for case in (bar := tqdm(left, unit="model", file=sys.stderr)):
+        for case in (bar := progress(arguments.quiet, left, unit="model")):
             bar.set_description(f"{case.suite}:{case.name}")
             found = checks(case.suite, case.name).rows(where)
             file.writelines(row.to_json() + "\n" for row in found)

@@ -24,7 +24,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import surgeon_fx
-from surgeon_fx import adapt
+from surgeon_fx import adapt, commands
 
 METHODS = {
     "source": "no adaptation",
@@ -157,7 +157,7 @@ def report(found: dict[str, dict[str, float]]) -> str:
             memory = [f"{one['held'] / MIB:.0f}", f"{one['peak'] / MIB:.0f}", f"{share:.2f}"]
             bars.append(f"{METHODS[method]:26} {'█' * round(BAR * share)} {memory[1]} MiB")
         rows.append([METHODS[method], f"{one['error']:.1f}", *memory, f"{one['seconds']:.2f}"])
-    headers = ["method", "error %", "held MiB", "peak MiB", "of eager", "s a batch"]
+    headers = ["method", "error %", "held MiB", "peak MiB", "of eager", "s per batch"]
     why = peak_unavailable_reason(CPU)
     note = f"not measured: {why}" if why else "resident, after forward and at its peak, net of the level before a batch"
     return "\n".join([table(rows, headers), f"memory: {note}", "", *bars])
@@ -166,6 +166,8 @@ def report(found: dict[str, dict[str, float]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller in every way: to see that it runs")
+    parser.add_argument("--json", action="store_true", help="print the numbers of the methods alone, as JSON")
+    commands.add_quiet(parser)
     parser.add_argument("--run", nargs=2, metavar=("METHOD", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     scale = QUICK if arguments.quick else FULL
@@ -173,7 +175,8 @@ def main() -> int:
     if arguments.run:
         print(json.dumps(adapt_here(*arguments.run, scale)))
         return 0
-    print(f"One training step, planned without running it:\n\n{planned(scale.planned)}\n", flush=True)
+    if not arguments.json:
+        print(f"One training step, planned without running it:\n\n{planned(scale.planned)}\n", flush=True)
     x, y = digits()
     count = scale.batch * scale.batches
     model = network(scale)
@@ -182,16 +185,19 @@ def main() -> int:
     with torch.no_grad():
         right = (model.eval()(x).argmax(1) == y).float().mean().item()
     names = [*CORRUPTIONS][: scale.corruptions]
-    print(f"ResNet-{scale.depth}, trained on digits: {100 * right:.1f} % of {count} it has not seen are right.")
-    print(f"Now they come corrupted, in batches of {scale.batch}: {', '.join(names)}.\n", flush=True)
-    found = {}
+    if not arguments.json:
+        print(f"ResNet-{scale.depth}, trained on digits: {100 * right:.1f} % of {count} it has not seen are right.")
+        print(f"Now they come corrupted, in batches of {scale.batch}: {', '.join(names)}.\n", flush=True)
+    found, progress = {}, commands.Progress(len(scale.methods), arguments.quiet)
     with tempfile.TemporaryDirectory() as folder:
         stream = [(CORRUPTIONS[name](x).clamp(0, 1), y) for name in names]
         torch.save({"weights": model.state_dict(), "stream": stream}, Path(folder) / "demo.pt")
         for method in scale.methods:
+            progress.step(f"adapting: {METHODS[method]}")
             command = [sys.executable, __file__, *sys.argv[1:], "--run", method, folder]
             found[method] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    print(report(found))
+    progress.close()
+    print(json.dumps(found) if arguments.json else report(found))
     return 0
 
 

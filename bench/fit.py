@@ -10,25 +10,25 @@ operations) must not fall as budgets rise.
 from __future__ import annotations
 
 import argparse
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from common import MIB, RESULTS, Row, RowWriter, environment
+from common import MIB, RESULTS, Row, RowWriter, environment, progress
 from tabulate import tabulate
-from tqdm import tqdm
 
 import surgeon_fx
+from surgeon_fx import commands
 from surgeon_fx.planner.measure import measured_peak
 from surgeon_fx.retained import retained_bytes
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tv:resnet50", help="a name of surgeon_fx.zoo")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--budgets", type=int, default=20)
+    parser.add_argument("--batch", type=commands.count, default=4)
+    parser.add_argument("--budgets", type=commands.count, default=20)
+    commands.add_quiet(parser)
     parser.add_argument("--json", type=Path, default=RESULTS / "fit.jsonl")
     arguments = parser.parse_args()
     shape = (arguments.batch, *surgeon_fx.zoo.input_shape(arguments.model)[1:])
@@ -37,7 +37,7 @@ def main() -> int:
     least, most = (surgeon_fx.plan(model, shape, ratios=ratio).saved_bytes for ratio in (1.0, 0.0))
     table, here = [], environment(torch.device("cpu"))
     with RowWriter(arguments.json) as writer:
-        for step in tqdm(range(1, arguments.budgets + 1), unit="budget", file=sys.stderr):
+        for step in progress(arguments.quiet, range(1, arguments.budgets + 1), unit="budget"):
             budget = least + (most - least) * step // (arguments.budgets + 1)
             found = surgeon_fx.fit(model, shape, budget=budget)
             surgeon_fx.ratios(model).update(found.ratios)

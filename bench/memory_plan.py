@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import surgeon_fx
 from surgeon_fx import plan
-from surgeon_fx.commands import answer
+from surgeon_fx.commands import Parser, answer
 from surgeon_fx.modules import trains
 from surgeon_fx.planner import methods
 from surgeon_fx.planner.measure import measured_peak
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. 2 where the arguments make no sense."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     methods.add_arguments(parser)
     parser.add_argument("--verify", action="store_true", help="run the real thing, at a size that fits, and compare")
     parser.add_argument("--all-paper", action="store_true", help="every static figure of the paper against ours")

@@ -23,11 +23,11 @@ import sys
 from pathlib import Path
 
 import torch
-from common import MIB, RESULTS, ChildProcess, Meter, Row, RowWriter, environment, read_rows, spread
+from common import MIB, RESULTS, ChildProcess, Meter, Row, RowWriter, environment, progress, read_rows, spread
 from tabulate import tabulate
-from tqdm import tqdm
 
 import surgeon_fx
+from surgeon_fx import commands
 from surgeon_fx.modules import checkpoint_blocks
 from surgeon_fx.planner.methods import input_shape
 from surgeon_fx.retained import retained_bytes
@@ -49,7 +49,12 @@ class Worker:
         model.train(not arguments.eval)
         self.x = torch.randn(shape, device=self.device)
         if tier in ("exact", "pruned"):
-            model = surgeon_fx.transform(model, surgeon_fx.Config(fuse_attention=arguments.fuse_attention))
+            config = surgeon_fx.Config(
+                fuse_attention=arguments.fuse_attention,
+                share_saves=arguments.share_saves,
+                exact_saves=arguments.exact_saves,
+            )
+            model = surgeon_fx.transform(model, config)
             surgeon_fx.ratios(model).fill(arguments.ratio if tier == "pruned" else 0.0)
         elif tier == "checkpoint":
             model = checkpoint_blocks(model)
@@ -90,14 +95,14 @@ class Worker:
 def run(arguments: argparse.Namespace) -> list[Row]:
     tiers = arguments.tiers.split(",")
     if unknown := [tier for tier in tiers if tier not in TIERS]:
-        sys.exit(f"no tier is called {unknown[0]!r}; there are {', '.join(TIERS)}")
+        raise ValueError(f"no tier is called {unknown[0]!r}; there are {', '.join(TIERS)}")
     shape = input_shape(arguments.model, arguments.batch, arguments.size)
     case = {"model": arguments.model, "shape": shape, "ratio": arguments.ratio, "eval": arguments.eval}
     here = environment(torch.device(arguments.device))
     served = [sys.executable, __file__, *sys.argv[1:], "--serve"]
     processes = [ChildProcess(tier, [*served, tier]) for tier in tiers]
     samples: dict[str, list[dict[str, float]]] = {tier: [] for tier in tiers}
-    with tqdm(total=(arguments.repeats + 2) * len(tiers), unit="step", file=sys.stderr) as bar:
+    with progress(arguments.quiet, total=(arguments.repeats + 2) * len(tiers), unit="step") as bar:
         for turn in range(-1, arguments.repeats + 1):
             for process in processes:
                 bar.set_description(process.name)
@@ -168,7 +173,7 @@ def plot(rows: list[Row], path: Path) -> None:
     seconds.barh(
         places, [value.get((t, "backward"), 0) for t in tiers], left=forward, color="#c9d7e8", label="backward"
     )
-    seconds.set_xlabel("seconds a step")
+    seconds.set_xlabel("seconds per step")
     for axis in (memory, seconds):
         axis.set_yticks(list(places), tiers)
         axis.invert_yaxis()
@@ -179,19 +184,22 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model", default="tv:resnet50", help="a name of surgeon_fx.zoo: its own, timm's, tv:..., hf:..."
     )
-    parser.add_argument("--batch", type=int, help="default: the model's")
-    parser.add_argument("--size", type=lambda s: [int(n) for n in s.split("x")], help="224 or 540x960")
-    parser.add_argument("--ratio", type=float, default=0.9)
+    parser.add_argument("--batch", type=commands.count, help="default: the model's")
+    parser.add_argument("--size", type=commands.size, help="224 or 540x960")
+    parser.add_argument("--ratio", type=commands.ratio, default=0.9)
     parser.add_argument("--tiers", default="eager,no_grad,checkpoint,exact,pruned", help=f"of {', '.join(TIERS)}")
     parser.add_argument("--eval", action="store_true", help="in evaluation mode: running statistics, no dropout")
     parser.add_argument("--fuse-attention", action="store_true")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--share-saves", action="store_true")
+    parser.add_argument("--exact-saves", choices=("int8", "bf16"))
+    parser.add_argument("--threads", type=commands.count, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=commands.count, default=5)
+    parser.add_argument("--device", type=commands.device, default="cpu")
+    commands.add_quiet(parser)
     parser.add_argument("--json", type=Path, default=RESULTS / "step.jsonl")
     parser.add_argument("--plot", type=Path, help="draw the rows into this file")
     parser.add_argument("--from-json", action="store_true", help="report what --json holds; measure nothing")
@@ -200,10 +208,11 @@ def main() -> int:
     if arguments.serve:
         Worker(arguments.serve, arguments).serve()
         return 0
-    try:
-        rows = read_rows(arguments.json, "step") if arguments.from_json else run(arguments)
-    except ValueError as error:
-        sys.exit(str(error))
+    return commands.answer(measure, arguments)
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    rows = read_rows(arguments.json, "step") if arguments.from_json else run(arguments)
     print(report(rows))
     if arguments.plot:
         plot(rows, arguments.plot)

@@ -1,6 +1,6 @@
 """Trains the zoo's small SegFormer on CamVid, for adaptation on road scenes.
 
-    python bench/train_segmentation.py --data ../shared/data/camvid --minutes 90
+    python bench/train_segmentation.py --data camvid --minutes 90
 
 The budget is time: the learning rate falls with the share of it that is spent, and the last epoch ends within it. A
 checkpoint is written every few epochs, and `--resume` goes on from there with the time that is left. mIoU on the val
@@ -26,9 +26,7 @@ from torch import Tensor, nn
 from tta_folders import CAMVID_CLASSES, IGNORED, camvid_files, read_camvid
 from tta_score import Score
 
-from surgeon_fx import zoo
-from surgeon_fx.commands import answer
-from surgeon_fx.planner.methods import parse_size
+from surgeon_fx import commands, zoo
 
 MODEL = "segformer_camvid"
 SCALES, COLOR = (0.75, 1.75), 0.3
@@ -203,8 +201,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--data", type=Path, required=True, help="folder of CamVid: train and val with images and labels"
     )
     parser.add_argument("--minutes", type=float, default=90, help="of training, evaluation apart (default 90)")
-    parser.add_argument("--size", type=parse_size, default=(240, 320), help="images are brought to (default 240x320)")
-    parser.add_argument("--crop", type=parse_size, default=(192, 256), help="trained on (default 192x256)")
+    parser.add_argument(
+        "--size", type=commands.size, default=(240, 320), help="images are brought to (default 240x320)"
+    )
+    parser.add_argument("--crop", type=commands.size, default=(192, 256), help="trained on (default 192x256)")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--every", type=int, default=10, help="epochs between checkpoints (default 10)")
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", type=Path, default=RESULTS / f"{MODEL}.pt")
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint, where there is one")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "weights" / f"{MODEL}.safetensors")
-    return answer(run, parser.parse_args(arguments))
+    return commands.answer(run, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

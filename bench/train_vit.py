@@ -1,8 +1,9 @@
 """Trains the zoo's small vision transformer on CIFAR-10, for adaptation without batch norm.
 
-    python bench/train_vit.py --data ../shared/data/cifar10_train_jpeg.npz --test ../shared/data/cifar10c
+    python bench/train_vit.py --data cifar10_train_jpeg.npz --test CIFAR-10-C
 
-The training images come as JPEG bytes in one array, with offsets and labels. Accuracy is printed after every epoch, on
+The training images come as JPEG bytes in one array, with offsets and labels (docs/benchmarks.md says how to make it).
+Accuracy is printed after every epoch, on
 `clean.npy` and `labels.npy` of the test folder; the weights of the last epoch are written as half precision.
 """
 

@@ -1,13 +1,13 @@
 """Test-time adaptation on corrupted images: every method over one stream, its errors, memory and time side by side.
 
-    python bench/tta.py --data ../shared/data/cifar10c --model resnet56_cifar \\
-        --weights ../shared/data/weights/cifar10_resnet56.safetensors
+    python bench/tta.py --data synthetic --model resnet56_cifar --limit 400
+    python bench/tta.py --data CIFAR-10-C --model resnet56_cifar --weights cifar10_resnet56.safetensors
     python bench/tta.py --data CIFAR-10-C --model wrn28_10 --weights Standard.pt --method source,tent,surgeon \\
         --lr grid --seeds 0,1,2 --plot plots/
     python bench/tta.py --data ACDC --model segformer_b5 --weights segformer_b5.pth --batch 1 --lr 7.5e-6
     python bench/tta.py --data camvid --model segformer_camvid --weights bench/weights/segformer_camvid.safetensors \\
         --rounds 10 --method source,tent,cotta,full,surgeon,surgeon_norm
-    python bench/tta.py --data imagenet_samples --model tf_efficientnet_lite0 --weights lite0.safetensors --batch 50
+    python bench/tta.py --data imagenet/val --model tf_efficientnet_lite0 --weights lite0.safetensors --batch 50
     python bench/tta.py --from-json
 
 The model adapts on through all corruptions and is never reset (other streams: `--stream`); what counts is the error of
@@ -40,12 +40,11 @@ from tta_domain import KINDS, parse_kind
 from tta_measure import measure, rows_of
 from tta_runs import BENCHMARK, FORWARD_ONLY, NORM_ONLY, Runner, Setting, Trial, identity, latest
 from tta_source import FISHER_SAMPLES, WARM_UP_EPOCHS
+from tta_stream import SYNTHETIC
 
-from surgeon_fx import zoo
+from surgeon_fx import commands, zoo
 from surgeon_fx.adapt import MECTA, METHODS, SAR, Adapter, CoTTA, EcoTTA, Tent
-from surgeon_fx.commands import answer
 from surgeon_fx.importance import SAMPLES
-from surgeon_fx.planner.methods import parse_size
 
 # By what is trained, and for methods with SGD or dear steps their own.
 GRIDS = {
@@ -64,14 +63,13 @@ USUAL = {
     "cotta": CoTTA.lr,
     "ecotta": EcoTTA.lr,
 }
-IMAGENET_CLASSES = 1000
 OWN_STATISTICS = ("source", "rotta", "mecta", "mecta_eata")  # and no use for a prior
 SELECT = 3  # corruptions that decide on a learning rate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data and model")
-    known = "CIFAR-10-C, CIFAR-100-C, ImageNet-C, ACDC, CamVid or ImageNet images"
+    known = "CIFAR-10-C, CIFAR-100-C, ImageNet-C, ACDC, CamVid, or images in a folder per class; or synthetic"
     data.add_argument("--data", type=Path, help=f"folder of {known}")
     data.add_argument("--stream", default="continual", help=f"one of {', '.join(KINDS)}:0.1 (default continual)")
     data.add_argument("--rounds", type=int, default=1, help="times the corruptions come (default 1)")
@@ -79,7 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--severity", type=int, default=5, help="1 to 5 (default 5)")
     data.add_argument("--limit", type=int, help="images of each corruption; default: all")
     data.add_argument("--order", choices=("given", "random"), default="given", help="random: another for each seed")
-    data.add_argument("--size", type=parse_size, help="of the images: 224, or 540x960; default: the data's usual one")
+    data.add_argument(
+        "--size", type=commands.size, help="of the images: 224, or 540x960; default: the data's usual one"
+    )
     data.add_argument("--split", help="of ACDC (default train) or CamVid (default test)")
     data.add_argument("--model", default="resnet56_cifar", help="a name of surgeon_fx.zoo (default resnet56_cifar)")
     data.add_argument("--weights", type=Path, help="checkpoint of the model; default: random weights")
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--window", type=int, help="with --batch 1: images that stand in for a batch")
     what = "clean images, for EATA's penalty and ecotta's warm-up: an .npz of JPEG bytes, or a folder"
     data.add_argument("--source", type=Path, help=what)
-    data.add_argument("--device", default="cpu")
+    data.add_argument("--device", type=commands.device, default="cpu")
     data.add_argument("--threads", type=int, help="default: torch's")
     how = parser.add_argument_group("methods")
     how.add_argument("--method", type=_methods, action="extend", nargs="+", help=f"some of {', '.join(METHODS)}")
@@ -100,6 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--static-ratio", type=float, default=0.9, help="in the importance pass (default 0.9)")
     how.add_argument("--every", type=int, default=1, help="batches between importance passes; 0: the first batch alone")
     how.add_argument("--on-shift", type=float, nargs="?", const=True, default=False, help="pass when inputs change")
+    how.add_argument("--share-saves", action="store_true", help="Config(share_saves=True) for static and SURGEON")
+    how.add_argument("--exact-saves", choices=("int8", "bf16"), help="Config(exact_saves=...) for static and SURGEON")
     how.add_argument("--warm-up-epochs", type=int, default=WARM_UP_EPOCHS, help="of ecotta (default 10)")
     how.add_argument("--warm-up-limit", type=int, help="images of ecotta's warm-up; default: all")
     out = parser.add_argument_group("measurements and output")
@@ -109,6 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--json", type=Path, default=RESULTS / "tta.jsonl", help=where)
     out.add_argument("--resume", action="store_true", help="keep what --json has, and run the rest")
     out.add_argument("--from-json", action="store_true", help="report what --json holds; run nothing")
+    commands.add_quiet(parser)
     out.add_argument("--plot", metavar="PATH", help="a folder, or what names of plots begin with")
 
 
@@ -162,17 +165,12 @@ def adapt(arguments: argparse.Namespace) -> list[Row]:
         torch.set_num_threads(arguments.threads)
     setting = _setting(arguments)
     stream = setting.stream()
-    if stream.kind == "imagenet" and stream.classes != IMAGENET_CLASSES:
-        print(
-            f"warning: {stream.classes} synsets instead of {IMAGENET_CLASSES}, and classes are numbered by their rank",
-            file=sys.stderr,
-        )
     methods = _fitting(setting, arguments, stream.segmentation)
     known = _known(arguments.json) if arguments.resume else []
     here = environment(torch.device(setting.device))
     with RowWriter(arguments.json, append=arguments.resume) as writer:
         states = arguments.json.with_suffix(".state.pt")
-        runner = Runner(setting, stream, here, writer.write, known, states)
+        runner = Runner(setting, stream, here, writer.write, known, states, arguments.quiet)
         chosen = []
         for method in methods:
             lr = _choose(runner, method, arguments)
@@ -180,7 +178,7 @@ def adapt(arguments: argparse.Namespace) -> list[Row]:
             for seed in arguments.seeds:
                 runner.run(_trial(method, lr, seed, arguments))
         if arguments.measure and not all(_is_measured(trial, runner) for trial in chosen):
-            found = measure(setting, chosen, arguments.repeats, torch.get_num_threads())
+            found = measure(setting, chosen, arguments.repeats, torch.get_num_threads(), arguments.quiet)
             for row in rows_of(setting, stream, chosen, found, here):
                 writer.write(row)
     return [row for row in latest([*known, *writer.rows]) if row.case["setting"] == runner.case]
@@ -188,7 +186,9 @@ def adapt(arguments: argparse.Namespace) -> list[Row]:
 
 def _setting(arguments: argparse.Namespace) -> Setting:
     if arguments.data is None:
-        raise ValueError("--data must name a folder of corrupted images")
+        raise ValueError(
+            f"--data must name a folder of images, or be {SYNTHETIC}; docs/benchmarks.md says where data is"
+        )
     ones = ("batch", "repeats", "select", "threads", "rounds", "window", "warm_up_limit")
     for name, least in (*((name, 1) for name in ones), ("every", 0), ("warm_up_epochs", 0)):
         value = getattr(arguments, name)
@@ -199,7 +199,9 @@ def _setting(arguments: argparse.Namespace) -> Setting:
     parse_kind(arguments.stream)
     if arguments.source is not None and not arguments.source.exists():
         raise ValueError(f"--source must be a file or a folder of clean images, and {arguments.source} is none")
-    if arguments.weights is None:
+    if str(arguments.data) == SYNTHETIC and not arguments.quiet:
+        print("synthetic images: memory and time are real, errors mean nothing", file=sys.stderr)
+    elif arguments.weights is None and not arguments.quiet:
         print(f"warning: {arguments.model} gets random weights; --weights names a checkpoint", file=sys.stderr)
     return Setting(
         data=str(arguments.data),
@@ -217,6 +219,8 @@ def _setting(arguments: argparse.Namespace) -> Setting:
         rounds=arguments.rounds,
         window=arguments.window,
         source=None if arguments.source is None else str(arguments.source),
+        share_saves=arguments.share_saves,
+        exact_saves=arguments.exact_saves,
     )
 
 
@@ -235,7 +239,8 @@ def _fitting(setting: Setting, arguments: argparse.Namespace, segmentation: bool
         except ValueError as error:
             if asked is not None:
                 raise
-            print(f"{method} is left out: {error}", file=sys.stderr)
+            if not arguments.quiet:
+                print(f"{method} is left out: {error}", file=sys.stderr)
         else:
             methods.append(method)
     return methods
@@ -297,9 +302,9 @@ def _is_measured(trial: Trial, runner: Runner) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. 2 where the arguments make no sense."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    return answer(run, parser.parse_args(arguments))
+    return commands.answer(run, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

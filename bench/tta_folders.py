@@ -1,4 +1,4 @@
-"""Folders of test images as domains: CIFAR-10-C, CIFAR-100-C, ImageNet-C, ACDC, CamVid, and plain ImageNet images."""
+"""Folders of test images as domains: CIFAR-10-C, CIFAR-100-C, ImageNet-C, ACDC, CamVid, and folders of images."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ CAMVID_SIZE = (240, 320)
 CAMVID_CLASSES, CAMVID_VOID, IGNORED = 11, 11, 255
 CAMVID_DOMAINS = ("day", "dusk", "fog", "snow", "night")
 CAMVID_SEQUENCES = {"dusk": "0001TP"}  # by the start of their names; the others are by day
+SYNTHETIC = 2000  # images of a synthetic stream
+IMAGES = (".jpeg", ".jpg", ".png", ".webp", ".bmp")
+SYNSET = re.compile(r"n\d{8}")
 SAMPLE = re.compile(r"(\d{4})_n\d{8}\.jpg")
 
 
@@ -116,19 +119,95 @@ def imagenet(
     domains, classes = [], 0
     for index, name in enumerate(_chosen(corruptions, CORRUPTIONS, present, root)):
         folder = root / name / str(severity)
-        synsets = sorted(path for path in folder.iterdir() if path.is_dir())
-        files = [(path, rank) for rank, synset in enumerate(synsets) for path in sorted(synset.glob("*.JPEG"))]
-        if not files:
-            raise ValueError(f"{folder} must hold <synset>/*.JPEG, and has no such image")
-        classes = max(classes, len(synsets))
-
-        def read(numbers: list[int], files: list[tuple[Path, int]] = files) -> tuple[Tensor, Tensor]:
-            images = [_pixels(_cropped(_open(files[i][0]), size)) for i in numbers]
-            return torch.stack(images), torch.tensor([files[i][1] for i in numbers])
-
+        files, count = class_files(folder)
+        classes = max(classes, count)
         numbers = _numbers(len(files), limit)
         own = [files[i][1] for i in numbers]
-        domains.append(Domain(name, index, read, numbers, shuffled=True, labels=own))
+        domains.append(Domain(name, index, _file_reader(files, size), numbers, shuffled=True, labels=own))
+    return Stream("imagenet", domains, classes)
+
+
+def _file_reader(files: list[tuple[Path, int]], size: tuple[int, int]) -> Read:
+    def read(numbers: list[int]) -> tuple[Tensor, Tensor]:
+        images = [_pixels(_cropped(_open(files[i][0]), size)) for i in numbers]
+        return torch.stack(images), torch.tensor([files[i][1] for i in numbers])
+
+    return read
+
+
+def class_files(root: Path) -> tuple[list[tuple[Path, int]], int]:
+    """Images of <class>/<image> with their labels, and the number of classes that labels are drawn from.
+
+    A synset of ImageNet has its index among the 1,000 classes (n02123045 is 281), whichever folders are there. Other
+    names are numbered in alphabetical order, as torchvision's ImageFolder does.
+    """
+    folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    names = [path.name for path in folders]
+    synsets = bool(names) and all(map(SYNSET.fullmatch, names))
+    labels = synset_indices(names) if synsets else list(range(len(names)))
+    files = [(path, label) for folder, label in zip(folders, labels, strict=True) for path in sorted(folder.iterdir())]
+    files = [(path, label) for path, label in files if path.suffix.lower() in IMAGES]
+    if not files:
+        raise ValueError(f"{root} must hold <class>/*{'|'.join(IMAGES)}, and has no such image")
+    return files, IMAGENET_CLASSES if synsets else len(names)
+
+
+def synset_indices(names: Sequence[str]) -> list[int]:
+    """The index of each synset among the 1,000 classes of ImageNet."""
+    if len(names) == IMAGENET_CLASSES:  # all of them: the index is the rank
+        return list(range(IMAGENET_CLASSES))
+    try:
+        from timm.data import ImageNetInfo
+    except ImportError as error:
+        raise ImportError(
+            f"{len(names)} synsets of {IMAGENET_CLASSES} are there: which they are is read from timm (pip install timm)"
+        ) from error
+    known = {name: index for index, name in enumerate(ImageNetInfo().label_names())}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{unknown[0]!r} is no synset of ImageNet's {IMAGENET_CLASSES} classes")
+    return [known[name] for name in names]
+
+
+def image_folder(
+    root: Path, corruptions: Sequence[str] | None, severity: int, limit: int | None, size: tuple[int, int]
+) -> Stream:
+    """Images in a folder per class, under corruptions made on the fly."""
+    files, classes = class_files(root)
+    return _made_stream(
+        root, _file_reader(files, size), [label for _, label in files], classes, corruptions, severity, limit
+    )
+
+
+def synthetic(
+    classes: int, corruptions: Sequence[str] | None, severity: int, limit: int | None, size: tuple[int, int]
+) -> Stream:
+    """Smooth random images with random labels: for memory and time, which do not depend on what is seen."""
+    labels = torch.randint(classes, (SYNTHETIC,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def read(numbers: list[int]) -> tuple[Tensor, Tensor]:
+        coarse = [torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in numbers]
+        x = torch.nn.functional.interpolate(torch.cat(coarse), size=size, mode="bilinear")
+        return x, torch.tensor([labels[i] for i in numbers])
+
+    return _made_stream(Path("synthetic"), read, labels, classes, corruptions, severity, limit)
+
+
+def _made_stream(
+    root: Path,
+    read: Read,
+    labels: Sequence[int],
+    classes: int,
+    corruptions: Sequence[str] | None,
+    severity: int,
+    limit: int | None,
+) -> Stream:
+    """Clean images as a stream of corruptions made on the fly; `clean` is one of them."""
+    numbers = _numbers(len(labels), limit)
+    own = [labels[i] for i in numbers]
+    domains = [
+        Domain(name, index, read if name == "clean" else made(read, name, severity), numbers, True, own)
+        for index, name in enumerate(_chosen(corruptions, CORRUPTIONS, [*MADE, "clean"], root))
+    ]
     return Stream("imagenet", domains, classes)
 
 
@@ -138,18 +217,8 @@ def samples(
     """Clean ImageNet images, whose names start with their class, under corruptions made on the fly."""
     files = [path for path in sorted(root.iterdir()) if SAMPLE.fullmatch(path.name)]
     labels = [int(path.name[:4]) for path in files]
-
-    def read(numbers: list[int]) -> tuple[Tensor, Tensor]:
-        images = [_pixels(_cropped(_open(files[i]), size)) for i in numbers]
-        return torch.stack(images), torch.tensor([labels[i] for i in numbers])
-
-    numbers = _numbers(len(files), limit)
-    own = [labels[i] for i in numbers]
-    domains = [
-        Domain(name, index, read if name == "clean" else made(read, name, severity), numbers, True, own)
-        for index, name in enumerate(_chosen(corruptions, CORRUPTIONS, [*MADE, "clean"], root))
-    ]
-    return Stream("imagenet", domains, IMAGENET_CLASSES)
+    read = _file_reader(list(zip(files, labels, strict=True)), size)
+    return _made_stream(root, read, labels, IMAGENET_CLASSES, corruptions, severity, limit)
 
 
 def camvid(
@@ -274,5 +343,5 @@ def _classes(path: Path) -> Tensor:
     with Image.open(path) as image:
         found = np.array(image)
     if found.ndim != 2:
-        raise ValueError(f"{path} must hold one class a pixel, got an image of shape {found.shape}")
+        raise ValueError(f"{path} must hold one class per pixel, got an image of shape {found.shape}")
     return torch.from_numpy(found.astype(np.int64))

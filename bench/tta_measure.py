@@ -20,7 +20,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from common import ChildProcess, Environment, Meter, Row, peak_unavailable_reason, spread
+from common import ChildProcess, Environment, Meter, Row, peak_unavailable_reason, progress, spread
 from paper_figures import checkpointing_bytes
 from torch import Tensor, nn
 from tta_runs import BENCHMARK, FORWARD_ONLY, NORM_ONLY, Setting, Trial
@@ -114,16 +114,16 @@ class Process(ChildProcess):
         self.send(json.dumps({"setting": asdict(setting), "trial": asdict(trial), "threads": threads}))
 
 
-def measure(setting: Setting, trials: Sequence[Trial], repeats: int, threads: int) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    setting: Setting, trials: Sequence[Trial], repeats: int, threads: int, quiet: bool = False
+) -> dict[str, list[dict[str, Any]]]:
     """What each method's turns found, by method."""
-    from tqdm import tqdm
-
     turns = [*["warm"] * WARM_UPS, "memory", "count", *["time"] * repeats]
     found: dict[str, list[dict[str, Any]]] = {trial.method: [] for trial in trials}
     processes: list[Process] = []
     try:
         processes += [Process(setting, trial, threads) for trial in trials]
-        with tqdm(total=len(turns) * len(trials), desc="measuring", unit="batch", leave=False) as bar:
+        with progress(quiet, total=len(turns) * len(trials), desc="measuring", unit="batch", leave=False) as bar:
             for turn in turns:
                 for process in processes:
                     bar.set_postfix_str(process.name, refresh=False)

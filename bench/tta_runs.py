@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Environment, Row
+from common import Environment, Row, progress
 from torch import nn
+from tta_folders import IMAGENET_CLASSES
 from tta_score import Score
 from tta_source import WARM_UP_EPOCHS, Source, warm_up
-from tta_stream import SPLITS, Stream, open_stream
+from tta_stream import SPLITS, SYNTHETIC, Stream, open_stream
 
-from surgeon_fx import zoo
+from surgeon_fx import Config, transform, zoo
 from surgeon_fx.adapt import METHODS, Adapter, EataLoss, EcoTTA, Window, find_fisher
 from surgeon_fx.losses import logits_of
 from surgeon_fx.zoo.external import require
@@ -26,6 +27,7 @@ from surgeon_fx.zoo.resnet import IMAGENET_MEAN, IMAGENET_STD
 
 BENCHMARK = "tta"
 SEEDED = ("surgeon", "cotta", "rotta", "mecta", "ecotta")  # what names of methods that draw at random start with
+TRANSFORMED = ("static", "surgeon")  # likewise, of those that run a transformed model
 FORWARD_ONLY = ("source", "bn_stat")
 NORM_ONLY = ("tent", "eata", "sar", "rotta", "surgeon_norm", "surgeon_norm_eata", "surgeon_norm_sar")
 DIGITS = 4  # of ratios in rows
@@ -50,11 +52,18 @@ class Setting:
     rounds: int = 1
     window: int | None = None
     source: str | None = None
+    share_saves: bool = False
+    exact_saves: str | None = None
 
     def stream(self) -> Stream:
         size = None if self.size is None else (self.size[0], self.size[-1])
+        classes = IMAGENET_CLASSES
+        if self.data == SYNTHETIC:
+            height, width = zoo.input_shape(self.model)[-2:]
+            size = size or (height, width)
+            classes = zoo.entry(self.model).classes if self.model in zoo.names() else classes
         return open_stream(
-            self.data, self.corruptions, self.severity, self.limit, size, self.split, self.kind, self.rounds
+            self.data, self.corruptions, self.severity, self.limit, size, self.split, self.kind, self.rounds, classes
         )
 
     def build(self) -> nn.Module:
@@ -67,6 +76,7 @@ class Setting:
         split = self.split or SPLITS.get(stream.kind)
         names = [domain.name for domain in stream.domains if "@" not in domain.name]
         others = {"stream": (self.kind, "continual"), "rounds": (self.rounds, 1), "window": (self.window, None)}
+        others |= {"share_saves": (self.share_saves, False), "exact_saves": (self.exact_saves, None)}
         return {
             "data": Path(self.data).resolve().name,
             "model": self.model,
@@ -108,6 +118,9 @@ class Trial:
             else:
                 train = "norm" if self.method in NORM_ONLY or self.method.startswith("mecta") else None
                 options["loss"] = EataLoss(fisher=find_fisher(model, batches, train))
+        if setting is not None and self.method.startswith(TRANSFORMED):
+            config = Config(share_saves=setting.share_saves, exact_saves=setting.exact_saves)
+            model = model if config == Config() else transform(model, config)
         adapter = METHODS[self.method](model, **options)
         if isinstance(adapter, EcoTTA) and setting is not None:
             if source is None:
@@ -172,8 +185,10 @@ class Runner:
         write: Callable[[Row], None],
         known: Iterable[Row] = (),
         states: Path | None = None,
+        quiet: bool = False,
     ) -> None:
         self.setting, self.stream, self.here, self.write, self.states = setting, stream, here, write, states
+        self.quiet = quiet
         self.case = setting.case(stream)
         self.known = {identity(row.metric, row.provider, row.case): row for row in known}
 
@@ -192,8 +207,6 @@ class Runner:
         return case | {"corruption": corruption}
 
     def _adapt(self, trial: Trial, metric: str, domains: list[Any]) -> list[float]:
-        from tqdm import tqdm
-
         setting = self.setting
         model = setting.build()
         torch.manual_seed(trial.seed)
@@ -201,7 +214,7 @@ class Runner:
         adapter = adapter if setting.window is None else Window(adapter, setting.window)
         errors = self._restore(trial, metric, domains, adapter)
         total = sum(-(-len(domain) // setting.batch) for domain in domains[len(errors) :])
-        with tqdm(total=total, desc=str(trial), unit="batch", leave=False) as bar:
+        with progress(self.quiet, total=total, desc=str(trial), unit="batch", leave=False) as bar:
             for position, domain in list(enumerate(domains))[len(errors) :]:
                 if position and setting.kind == "reset":
                     adapter.reset()

@@ -36,7 +36,7 @@ class Score:
 
     def _pixels(self, logits: Tensor, y: Tensor) -> Tensor:
         if logits.ndim != 4 or logits.shape[1] != self.classes:
-            raise ValueError(f"the model must give {self.classes} logits a pixel, got {tuple(logits.shape)}")
+            raise ValueError(f"the model must give {self.classes} logits per pixel, got {tuple(logits.shape)}")
         if logits.shape[2:] != y.shape[1:]:
             logits = F.interpolate(logits.float(), size=y.shape[1:], mode="bilinear", align_corners=False)
         known = y != IGNORED

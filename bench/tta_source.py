@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import RESULTS
 from torch import Tensor
-from tta_folders import CAMVID_SIZE, IMAGENET_SIZE, SAMPLE, camvid_files, read_camvid, read_images, samples
+from tta_domain import Stream
+from tta_folders import (
+    CAMVID_SIZE,
+    IMAGENET_SIZE,
+    IMAGES,
+    SAMPLE,
+    camvid_files,
+    image_folder,
+    read_camvid,
+    read_images,
+    samples,
+)
 
 from surgeon_fx.adapt import EcoTTA
 
@@ -39,17 +50,24 @@ class Source:
 
 
 def read_source(path: Path, limit: int | None) -> tuple[Tensor, Tensor]:
-    """Pixels as bytes and labels: of JPEG bytes in an .npz, of a folder of ImageNet images, of CamVid's train split."""
+    """Pixels as bytes and labels: of JPEG bytes in an .npz, of a folder of images, of CamVid's train split."""
     if path.suffix == ".npz" and path.is_file():
         return read_images(path, limit)
     if path.is_dir() and (path / "train" / "images").is_dir():
         x, y = read_camvid(camvid_files(path, "train")[:limit], CAMVID_SIZE)
-    elif path.is_dir() and any(SAMPLE.fullmatch(file.name) for file in path.iterdir()):
-        (domain,) = samples(path, ["clean"], 5, limit, (IMAGENET_SIZE, IMAGENET_SIZE)).domains
+    elif path.is_dir() and (layout := _layout(path)) is not None:
+        (domain,) = layout(path, ["clean"], 5, limit, (IMAGENET_SIZE, IMAGENET_SIZE)).domains
         x, y = next(iter(domain.batches(len(domain))))
     else:
         raise ValueError(f"--source must be an .npz of JPEG bytes or a folder of clean images, and {path} is neither")
     return (x * 255).round().to(torch.uint8), y
+
+
+def _layout(folder: Path) -> Callable[..., Stream] | None:
+    """What reads a folder of clean images."""
+    if any(SAMPLE.fullmatch(file.name) for file in folder.iterdir()):
+        return samples
+    return image_folder if any(file.suffix.lower() in IMAGES for file in folder.glob("*/*")) else None
 
 
 def warm_up(adapter: EcoTTA, source: str, batch: int, epochs: int, limit: int | None, key: dict[str, Any]) -> None:

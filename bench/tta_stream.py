@@ -7,15 +7,16 @@ from pathlib import Path
 
 import tta_folders
 from tta_domain import CORRUPTIONS, SEVERITIES, Domain, Stream, correlated, gradual, mixed, parse_kind
-from tta_folders import ACDC_SIZE, CAMVID_SIZE, IMAGENET_SIZE, SAMPLE
+from tta_folders import ACDC_SIZE, CAMVID_SIZE, IMAGENET_CLASSES, IMAGENET_SIZE, IMAGES, SAMPLE
 
-__all__ = ["CORRUPTIONS", "Domain", "Stream", "open_stream"]
+__all__ = ["CORRUPTIONS", "SYNTHETIC", "Domain", "Stream", "open_stream"]
 
 LAYOUTS = (
     "<corruption>.npy beside labels.npy (CIFAR-C), <corruption>/<severity>/<synset>/*.JPEG (ImageNet-C), "
-    "rgb_anon/<condition>/<split> beside gt (ACDC), <split>/images beside <split>/labels (CamVid) or "
-    "<class>_<synset>.jpg (ImageNet images)"
+    "rgb_anon/<condition>/<split> beside gt (ACDC), <split>/images beside <split>/labels (CamVid), "
+    "<class>_<synset>.jpg (ImageNet images) or <class>/*.jpg (ImageFolder)"
 )
+SYNTHETIC = "synthetic"
 SPLITS = {"acdc": "train", "camvid": "test"}
 
 
@@ -28,8 +29,9 @@ def open_stream(
     split: str | None = None,
     kind: str = "continual",
     rounds: int = 1,
+    classes: int = IMAGENET_CLASSES,
 ) -> Stream:
-    """The stream in a folder.
+    """The stream in a folder, or of "synthetic" images, whose labels are drawn from `classes`.
 
     `corruptions` names the domains in order, by default the standard ones. `severity`, 1 to 5, is that of corruptions;
     where files have one alone, others are made of clean images. `split` is of ACDC (train) and CamVid (test). `limit`
@@ -37,7 +39,7 @@ def open_stream(
     (540x960) and CamVid (240x320) are brought to. `kind` is how the stream runs, `rounds` how often.
     """
     root = Path(folder)
-    if not root.is_dir():
+    if not root.is_dir() and str(folder) != SYNTHETIC:
         raise ValueError(f"data must be a folder of images, and {root} is none")
     if not 1 <= severity <= SEVERITIES:
         raise ValueError(f"severity must be 1 to {SEVERITIES}, got {severity}")
@@ -48,6 +50,8 @@ def open_stream(
     kind, concentration = parse_kind(kind)
 
     def at(level: int) -> Stream:
+        if str(folder) == SYNTHETIC:
+            return tta_folders.synthetic(classes, corruptions, level, limit, size or (IMAGENET_SIZE, IMAGENET_SIZE))
         return _open(root, corruptions, level, limit, size, split)
 
     if kind == "gradual":
@@ -84,4 +88,6 @@ def _open(
         return tta_folders.camvid(root, corruptions, severity, limit, size or CAMVID_SIZE, split or SPLITS["camvid"])
     if any(SAMPLE.fullmatch(path.name) for path in root.iterdir()):
         return tta_folders.samples(root, corruptions, severity, limit, size or square)
+    if any(path.suffix.lower() in IMAGES for path in root.glob("*/*")):
+        return tta_folders.image_folder(root, corruptions, severity, limit, size or square)
     raise ValueError(f"{root} has none of the known layouts: {LAYOUTS}")

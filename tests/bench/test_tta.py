@@ -268,6 +268,8 @@ def test_what_makes_no_sense_is_an_error(folder, capsys, arguments, message):
         (["--method", "magic"], "no method is called 'magic'"),
         (["--lr", "fast"], "must be learning rates like"),
         (["--seeds", "-1"], "must be numbers like 0,1,2"),
+        (["--device", "nothing"], "--device: must be a device like cpu or cuda:0"),
+        (["--device", "cpu:9"], "there is no cpu:9"),
     ],
 )
 def test_arguments_are_checked(folder, capsys, arguments, message):
@@ -278,10 +280,43 @@ def test_arguments_are_checked(folder, capsys, arguments, message):
 
 def test_no_data_and_too_few_classes(folder, monkeypatch, capsys):
     assert main([]) == 2
-    assert "--data must name a folder" in capsys.readouterr().err
+    assert "--data must name a folder of images, or be synthetic" in capsys.readouterr().err
     np.save("data/labels.npy", np.arange(10))
     assert adapt("--method", "source") == 2
     assert "the model tells 7 classes apart, and labels have 10" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here")
+def test_a_device_that_is_not_there_is_one_line(folder, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        adapt("--device", "cuda")
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "finds no cuda here; there is cpu" in err
+
+
+@pytest.mark.parametrize(("name", "content"), [("junk.pt", b"\x80junk" * 9), ("junk.safetensors", b"<html>" * 20)])
+def test_junk_weights_are_one_line(folder, capsys, name, content):
+    Path(name).write_bytes(content)
+    assert adapt("--weights", name, "-q") == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert f"{name} is no checkpoint" in err
+
+
+def test_synthetic_images_take_the_models_size_and_classes(folder, capsys):
+    arguments = ["--data", "synthetic", "--limit", "4", "--corruptions", "fog", "--method", "source,surgeon"]
+    assert adapt(*arguments) == 0
+    assert "errors mean nothing" in capsys.readouterr().err
+    found = [(row.provider, row.repetitions) for row in rows() if row.metric == "error"]
+    assert found == [("source", 1), ("surgeon", 1)]
+
+
+def test_quiet_says_nothing_beside_the_tables(folder, capsys):
+    assert adapt("--method", "source", "-q") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "online error" in out
 
 
 def test_normalisation_goes_before_models_that_need_it(folder):
@@ -340,7 +375,7 @@ def test_the_script_measures_in_a_process(folder):
 def test_measured_again_only_where_something_is_missing(folder, monkeypatch, capsys):
     asked = []
 
-    def turns(setting, trials, repeats, threads):
+    def turns(setting, trials, repeats, threads, quiet):
         asked.append([trial.method for trial in trials])
         values = {"held": 1 << 20, "peak": 3 << 20, "gflops": 2.0, "ratios": {}}
         return {trial.method: [values, {"batch": 0.5}, {"batch": 1.5}] for trial in trials}

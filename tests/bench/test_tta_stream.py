@@ -1,3 +1,4 @@
+import sys
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -117,24 +118,63 @@ def test_folders_and_files_that_are_not_what_they_should_be(tmp_path):
         next(domain.batches(1, seed=-1))
 
 
-def test_imagenet_labels_are_ranks_of_the_synsets(tmp_path):
-    for rank, synset in enumerate(["n02", "n01", "n10"]):
+def test_imagenet_labels_are_the_indices_of_the_synsets(tmp_path):
+    """Whichever folders are there: a tabby cat is 281."""
+    pytest.importorskip("timm")
+    for rank, synset in enumerate(["n02123045", "n01440764", "n15075141"]):
         for i in range(2):
             size = (224, 224) if rank else (300, 400)
             picture(tmp_path / "fog" / "3" / synset / f"{i}.JPEG", size, (80 * rank,) * 3)
     stream = open_stream(tmp_path, severity=3)
     assert stream.kind == "imagenet"
-    assert stream.classes == 3
+    assert stream.classes == 1000
     ((x, y),) = stream.domains[0].batches(6)
     assert x.shape == (6, 3, 224, 224)
     grey = (255 * x[:, 0, 100, 100]).round()
-    assert {(int(g), int(label)) for g, label in zip(grey, y, strict=True)} == {(0, 1), (80, 0), (160, 2)}
+    assert {(int(g), int(label)) for g, label in zip(grey, y, strict=True)} == {(0, 281), (80, 0), (160, 999)}
     assert next(iter(open_stream(tmp_path, severity=3, size=(32, 32)).domains[0].batches(6)))[0].shape[2:] == (32, 32)
     with pytest.raises(ValueError, match="has none of gaussian_noise"):
         open_stream(tmp_path, severity=4)
     (tmp_path / "snow" / "3").mkdir(parents=True)
     with pytest.raises(ValueError, match="has no such image"):
         open_stream(tmp_path, severity=3)
+
+
+def test_a_folder_per_class_of_any_image_format(tmp_path):
+    for value, (name, file) in enumerate([("cat", "a.jpg"), ("dog", "b.JPEG"), ("eel", "c.png")]):
+        picture(tmp_path / name / file, (40, 30), (60 * value,) * 3)
+    (tmp_path / "eel" / "notes.txt").write_text("no image")
+    stream = open_stream(tmp_path, corruptions=["clean", "contrast"], size=(16, 16))
+    assert stream.classes == 3
+    x, y = stream.domains[0].read([0, 1, 2])
+    assert y.tolist() == [0, 1, 2]
+    assert (255 * x[:, 0, 8, 8]).round().tolist() == [0, 60, 120]
+    assert torch.equal(stream.domains[1].read([2])[0], corrupt(x[2:], "contrast", 5, [2]))
+    pytest.importorskip("timm")
+    for old, new in (("cat", "n02123045"), ("dog", "n01440764"), ("eel", "n02123046")):
+        (tmp_path / old).rename(tmp_path / new)
+    with pytest.raises(ValueError, match="'n02123046' is no synset of ImageNet's 1000 classes"):
+        open_stream(tmp_path)
+    (tmp_path / "n02123046").rename(tmp_path / "n01443537")
+    labels = open_stream(tmp_path, corruptions=["clean"]).domains[0].read([0, 1, 2])[1]
+    assert labels.tolist() == [0, 1, 281]
+
+
+def test_synset_folders_without_timm(tmp_path, monkeypatch):
+    picture(tmp_path / "n02123045" / "a.jpg", (16, 16), (9, 9, 9))
+    monkeypatch.setitem(sys.modules, "timm.data", None)
+    with pytest.raises(ImportError, match="pip install timm"):
+        open_stream(tmp_path)
+
+
+def test_synthetic_images_are_the_same_each_time():
+    stream = open_stream("synthetic", corruptions=["clean", "fog"], size=(24, 32), limit=5, classes=10)
+    (x, y), (again, _) = (stream.domains[0].read(stream.domains[0].numbers) for _ in range(2))
+    assert x.shape == (5, 3, 24, 32)
+    assert torch.equal(x, again)
+    assert len(set(y.tolist())) > 1
+    assert max(y) < 10
+    assert 0 <= x.min() < x.max() <= 1
 
 
 def test_acdc_keeps_its_order_and_its_labels_their_size(tmp_path):
@@ -176,7 +216,7 @@ def test_the_error_of_pixels_is_one_minus_miou():
     assert score.add(logits, y) == pytest.approx(100 * (1 - 2 / 7), abs=1e-4)
     assert score.error == pytest.approx(100 * (1 - (8 / 11 + 3 / 6) / 2), abs=1e-4)
     assert Score(19, segmentation=True).add(logits, torch.full((1, 2, 4), 255)) == 0
-    with pytest.raises(ValueError, match="19 logits a pixel"):
+    with pytest.raises(ValueError, match="19 logits per pixel"):
         score.add(torch.zeros(1, 5, 1, 2), y)
 
 
