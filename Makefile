@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test lint types install clean
+.PHONY: demo test lint types docs package install clean
 
 demo: $(READY)
 	$(BIN)/python bench/demo.py
@@ -18,10 +18,23 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 
 # mypy does not follow the import hook of an editable install: show it the package as a folder of links.
-types: $(READY)
+types: $(READY) links
+	$(BIN)/mypy
+
+.PHONY: links
+links:
 	rm -rf build/types && mkdir -p build/types/surgeon_fx
 	ln -sfn "$(CURDIR)"/surgeon_fx/* "$(CURDIR)/kernels" "$(CURDIR)/passes" build/types/surgeon_fx/
-	$(BIN)/mypy
+
+# The site, in build/site. Installs the docs extra, which `make test` does without.
+docs: $(READY) links
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(BIN)/python -m mkdocs build --strict
+
+# Source archive and wheel, in dist/.
+package: $(READY)
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build
 
 install: $(READY)
 

@@ -19,7 +19,7 @@ def run(script, *arguments):
 
 
 def numbers(pattern, text):
-    """What the pattern's groups match, as numbers, one row a match."""
+    """What the pattern's groups match, as numbers, one row per match."""
     return [[float(n.replace(",", "")) for n in found.groups()] for found in re.finditer(pattern, text)]
 
 
@@ -50,7 +50,7 @@ def test_a_loss_optimizer_and_schedule_of_ones_own():
     assert losses[-1] < losses[0] - 0.1
     assert list(rates) == sorted(rates, reverse=True)
     assert rates[-1] == 0
-    ratios = [ratio for (ratio,) in numbers(r"(?m)^ +\d .* ([\d.]+)$", out)]
+    ratios = [ratio for (ratio,) in numbers(r"(?m)^\d .* ([\d.]+)$", out)]
     assert len(ratios) == 4  # of the layers that are trained
     assert min(ratios) == 0 < max(ratios) < 1
 
