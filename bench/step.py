@@ -3,9 +3,10 @@
     python bench/step.py --model wrn28_10 --batch 64 --ratio 0.9
     python bench/step.py --model tv:resnet50 --batch 16 --tiers eager,no_grad,pruned --plot step.png
 
-Each tier is a process of its own, and the processes take turns, one step at a time, so that what the machine does
-meanwhile falls on all of them. Eager, checkpointing and no_grad run with malloc's own settings, as their users run
-them; the others with what `surgeon_fx.transform` sets. After the warm-up steps, of which the last is measured:
+Each tier is a process of its own, and the processes take turns, so that what the machine does meanwhile falls on all of
+them. A turn is two steps, of which the second is timed: in a training loop steps follow each other, and here a process
+has waited for the others, and given freed memory back meanwhile. Eager, checkpointing and no_grad run with malloc's own
+settings, as their users run them; the others with what `surgeon_fx.transform` sets. The first turn measures memory:
 
 - saved: unique storages that backward keeps alive after forward, read off the autograd graph, custom contexts included
 - held: resident set after forward, net of the level before the step
@@ -87,8 +88,9 @@ class Worker:
         return {"forward": forward - begin, "backward": backward, "step": forward - begin + backward}
 
     def serve(self) -> None:
-        """One line in, one step, one line out."""
+        """One line in, a step and one that counts, one line out."""
         for line in sys.stdin:
+            self.step()
             print(json.dumps(self.step(line.strip() == "measure")), flush=True)
 
 
@@ -102,13 +104,12 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     served = [sys.executable, __file__, *sys.argv[1:], "--serve"]
     processes = [ChildProcess(tier, [*served, tier]) for tier in tiers]
     samples: dict[str, list[dict[str, float]]] = {tier: [] for tier in tiers}
-    with progress(arguments.quiet, total=(arguments.repeats + 2) * len(tiers), unit="step") as bar:
-        for turn in range(-1, arguments.repeats + 1):
+    with progress(arguments.quiet, total=(arguments.repeats + 1) * len(tiers), unit="step") as bar:
+        for turn in range(arguments.repeats + 1):
             for process in processes:
                 bar.set_description(process.name)
                 found = process.ask("measure" if turn == 0 else "step")
-                if turn >= 0:
-                    samples[process.name].append(found)
+                samples[process.name].append(found)
                 bar.update()
     for process in processes:
         process.close()

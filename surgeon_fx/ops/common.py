@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from surgeon_fx.distributed import is_dtensor
 from surgeon_fx.ops.keep import is_prunable, keep_exactly
@@ -79,14 +80,18 @@ def stand_in(like: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: t
     torch makes a contiguous argument of any other even then. So on a CPU it is contiguous where it should be, and takes
     no room: its memory is mapped and never touched. (It would read as zeros.)
     """
-    layout = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    with unset_fake_temporarily():  # a plan counts what is made under its mode
+        layout = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     size = layout.untyped_storage().nbytes()
     if size < MAPPED_BYTES:
         return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
-    if like.device.type == "cpu" and type(like) is Tensor:  # and not one that stands for another
-        with suppress(OSError, AttributeError):  # refused, or a system without private mappings
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
+    if like.device.type == "cpu":
+        if isinstance(like, FakeTensor):
+            return FakeTensor(like.fake_mode, layout, like.fake_device)
+        if type(like) is Tensor:  # and not one that stands for another
+            with suppress(OSError, AttributeError):  # refused, or a system without private mappings
+                memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
     if layout.is_contiguous():
         return torch.empty((), dtype=dtype, device=like.device).expand(shape)
     return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
+from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 
+import surgeon_fx
 from surgeon_fx.ops.common import MAPPED_BYTES, stand_in
 
 LARGE = torch.empty(4, 64, 96, 96, device="meta")
@@ -45,8 +47,21 @@ def test_takes_no_room_in_an_input_gradient(layout):
     assert resident_pages() - before < 4096
 
 
-def test_is_fake_among_fakes():
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_is_fake_among_fakes(layout):
+    x = LAYOUTS[layout]
     with FakeTensorMode():
-        made = stand_in(torch.ones(1), LARGE.shape, LARGE.stride(), torch.float32)
-        assert made.shape == LARGE.shape
-        assert made.untyped_storage().nbytes() < MAPPED_BYTES
+        made = stand_in(torch.ones(1), x.shape, x.stride(), torch.float32)
+    assert isinstance(made, FakeTensor)
+    assert (made.shape, made.stride(), made.device.type) == (x.shape, x.stride(), "cpu")
+
+
+def test_takes_no_room_in_a_plan():
+    """A convolution has its output and both gradients beside what is held, in any layout."""
+    model = surgeon_fx.transform(nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 64, 1, bias=False)))
+    surgeon_fx.ratios(model).fill(0.9)
+    x = torch.empty(8, 3, 64, 64, device="meta")
+    maps = 3 * 8 * 64 * 64 * 64 * 4
+    for layout in (torch.contiguous_format, torch.channels_last):
+        planned = surgeon_fx.plan(model.to(memory_format=layout), x.contiguous(memory_format=layout))
+        assert maps <= planned.peak_bytes <= planned.saved_bytes + maps + 2**20
