@@ -10,8 +10,9 @@ READY = $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/python bench/demo.py
 
+# Up to four processes, of one thread each.
 test: lint types
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import surgeon_fx
+from surgeon_fx import commands
 from surgeon_fx.distributed import local
 from surgeon_fx.modules import blocks
 from surgeon_fx.retained import retained_bytes, storages
@@ -48,7 +49,7 @@ def measured(model: nn.Module, x: torch.Tensor) -> dict[str, int]:
     return {name: sum(storages(tensors).values()) for name, tensors in groups.items()} | {"activations": activations}
 
 
-def compare(arguments: argparse.Namespace) -> None:
+def compare(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
     os.environ.setdefault("RANK", "0")
@@ -83,9 +84,10 @@ def compare(arguments: argparse.Namespace) -> None:
         headers = ["ranks", "sharding", "model", "bytes of", "planned", "measured on rank 0", "difference"]
         print(tabulate(rows, headers, tablefmt="github", disable_numparse=True))
     dist.destroy_process_group()
+    return 0
 
 
-def extrapolate(arguments: argparse.Namespace) -> None:
+def extrapolate(arguments: argparse.Namespace) -> int:
     with torch.device("meta"):
         model = surgeon_fx.zoo.create(arguments.model)
     shape = (arguments.batch, 3, arguments.size, arguments.size)
@@ -99,14 +101,17 @@ def extrapolate(arguments: argparse.Namespace) -> None:
                 rows.append([name, sharding, size, size * arguments.batch, *cells])
     headers = ["model", "sharding", "ranks", "batch of all", *PARTS, "communication", "total MiB"]
     print(tabulate(rows, headers, tablefmt="github", disable_numparse=True))
+    return 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet20_cifar")
-    parser.add_argument("--batch", type=int, default=32, help="of a rank")
-    parser.add_argument("--size", type=int, default=None, help="of images (default: 224 to extrapolate, 32 to measure)")
+    parser.add_argument("--batch", type=commands.count, default=32, help="of a rank")
+    parser.add_argument(
+        "--size", type=commands.count, default=None, help="of images (default: 224 to extrapolate, 32 to measure)"
+    )
     parser.add_argument("--extrapolate", action="store_true", help="plan for up to 1,024 ranks; nothing runs")
     chosen = parser.parse_args()
     chosen.size = chosen.size or (224 if chosen.extrapolate else 32)
-    (extrapolate if chosen.extrapolate else compare)(chosen)
+    raise SystemExit(commands.answer(extrapolate if chosen.extrapolate else compare, chosen))

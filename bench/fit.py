@@ -30,7 +30,10 @@ def main() -> int:
     parser.add_argument("--budgets", type=commands.count, default=20)
     commands.add_quiet(parser)
     parser.add_argument("--json", type=Path, default=RESULTS / "fit.jsonl")
-    arguments = parser.parse_args()
+    return commands.answer(measure, parser.parse_args())
+
+
+def measure(arguments: argparse.Namespace) -> int:
     shape = (arguments.batch, *surgeon_fx.zoo.input_shape(arguments.model)[1:])
     torch.manual_seed(0)
     model, x = surgeon_fx.transform(surgeon_fx.zoo.create(arguments.model)), torch.randn(shape)

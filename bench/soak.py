@@ -28,7 +28,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import surgeon_fx
-from surgeon_fx import allocator
+from surgeon_fx import allocator, commands
 
 EVERY, FAIL_EVERY = 100, 50
 BATCHES, SIZES = (1, 8, 13, 16, 25, 32), (16, 24, 32)
@@ -128,7 +128,7 @@ class Worker:
     def bytes_in_use(self) -> int:
         """Of tensors that Python can see: activations that a failure left behind would be among them."""
         gc.collect()
-        tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+        tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]  # graphs keep fakes
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
         return sum(storages.values()) + allocator.block_bytes()[0]
 
@@ -189,8 +189,8 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser = commands.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=commands.count, default=2000)
     parser.add_argument("--json", type=Path, default=RESULTS / "soak.jsonl")
     parser.add_argument("--plot", type=Path, help="draw the curves into this file")
     parser.add_argument("--serve", metavar="TIER", help=argparse.SUPPRESS)
@@ -198,6 +198,8 @@ def main() -> int:
     if arguments.serve:
         Worker(arguments.serve).serve()
         return 0
+    if arguments.steps < 4 * EVERY:
+        parser.error(f"--steps must be at least {4 * EVERY}: memory is taken every {EVERY}, and compared by quarters")
     rows = run(arguments)
     text, flat = report(rows)
     print(text)

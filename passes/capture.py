@@ -91,6 +91,6 @@ def _break(gm: fx.GraphModule) -> Break | None:
     found = getattr(gm, "compile_subgraph_reason", None)
     if found is None or not found.graph_break:
         return None
-    where = found.user_stack[-1] if found.user_stack else None
+    where = next((one for one in reversed(found.user_stack) if one.filename not in OUR_FRAMES), None)
     place = "" if where is None else f"{where.filename.rpartition('/')[2]}:{where.lineno}"
     return Break(place, str(found.reason).strip().splitlines()[0])

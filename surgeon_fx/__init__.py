@@ -9,7 +9,7 @@ from surgeon_fx.losses import entropy
 from surgeon_fx.planner import fit, plan
 from surgeon_fx.ratio_table import RatioTable
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Config",
     "Importance",

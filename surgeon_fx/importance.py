@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from surgeon_fx.api import rewrite_of
 from surgeon_fx.distributed import (
@@ -171,7 +171,10 @@ def importance_pass(
     weights = {name: trained for name, layer in shared.layers.items() if (trained := _weights(layer))}
     empty = ranks is not None and is_empty(inputs)
     given = zeros_like((inputs, targets)) if empty else (inputs, targets)
-    chosen, chosen_targets = _some(given, batch_size(given[0]), samples, generator)
+    batch = batch_size(given[0])
+    if samples is not None and samples < batch:
+        _check_targets(given[1], batch)
+    chosen, chosen_targets = _some(given, batch, samples, generator)
     importance_loss = _Loss(loss_fn, chosen_targets, targets is not None, scale, empty, ranks is not None)
     find = _sharded_gradient_squares if sharded_parts(model) else _gradient_squares
     before = dict(table)
@@ -343,6 +346,16 @@ class _Pass(nn.Module):
         if loss is not None and loss.requires_grad and self.__dict__["wanted"]:
             torch.autograd.grad(loss, self.__dict__["wanted"], allow_unused=True)
         return has_loss
+
+
+def _check_targets(targets: Any, batch: int) -> None:
+    """Targets are chosen along with their samples, so there must be one for each."""
+    for x in tree_leaves(targets):
+        if isinstance(x, Tensor) and x.dim() and x.shape[0] != batch:
+            raise ValueError(
+                f"targets must have one for each of the batch's {batch} samples in their first dimension, got a tensor "
+                f"{tuple(x.shape)}; samples=None takes inputs and targets as they are"
+            )
 
 
 def _some(values: tuple[Any, ...], batch: int, samples: int | None, generator: torch.Generator) -> tuple[Any, ...]:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 # Some virtual machines offer AMX and trap on it, in plain torch: keep bf16 matrix products to AVX-512.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+if "PYTEST_XDIST_WORKER" in os.environ:  # a core each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

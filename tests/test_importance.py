@@ -299,3 +299,13 @@ def test_a_scaler_changes_the_numbers_of_no_pass():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     plain, scaled = (surgeon_fx.refresh(model, x, samples=None, scaler=s) for s in (None, scaler))
     assert vars(plain)["G"] == pytest.approx(vars(scaled)["G"])
+
+
+@pytest.mark.parametrize("targets", [torch.zeros(10, dtype=torch.long), torch.zeros(5, 16)])
+def test_targets_that_are_not_the_batch_s(targets):
+    """The pass takes 10 of 16 samples: 10 targets would fit the wrong ones."""
+    model = surgeon_fx.transform(nn.Sequential(nn.Linear(40, 3)))
+    before = dict(surgeon_fx.ratios(model))
+    with pytest.raises(ValueError, match="one for each of the batch's 16 samples.*samples=None"):
+        surgeon_fx.refresh(model, torch.randn(16, 40), targets=targets)
+    assert dict(surgeon_fx.ratios(model)) == before

@@ -195,15 +195,16 @@ static int64_t open_lists(const Grad *j, List *lists, int64_t first, int64_t *co
     return used;
 }
 
-/* The lists of one channel in one chunk, where channels are planes. `first` is where its entries start; *done how many values
- * of this sample's run were listed in earlier chunks. */
-static void list_plane(const Grad *j, int64_t chunk, int64_t channel, int64_t first, int64_t *done, int64_t *counts) {
+/* The lists of one channel in one chunk, where channels are planes. Its entries are from *next to `end`; *done is how many
+ * values of this sample's run were listed in earlier chunks. The two move apart if the mask changes: entries that a list has
+ * are not given away again, because the taps of one class may reach out of the tile from the places of another. */
+static void list_plane(const Grad *j, int64_t chunk, int64_t channel, int64_t end, int64_t *next, int64_t *done, int64_t *counts) {
     int64_t inner = j->dim[1].size * j->dim[2].size, all = j->groups * j->in, bytes = (j->batch * all * j->places + 7) / 8;
     int64_t sample = chunk / j->row_chunks * j->samples, samples = MIN(j->samples, j->batch - sample), row = chunk % j->row_chunks * j->rows;
-    int64_t n = MIN(j->rows, j->dim[0].size - row) * inner, used = first;
+    int64_t n = MIN(j->rows, j->dim[0].size - row) * inner, used = *next;
     List *lists = lists_of(j, chunk, channel);
     if (j->classes == 1) { /* values stay where they are, but for those of several samples, which lie apart */
-        lists[0] = (List){j->at + first, j->copied + first, 0};
+        lists[0] = (List){j->at + used, j->copied + used, 0};
         for (int64_t s = 0; s < samples; s++) {
             int64_t run = (sample + s) * all + channel, start = MIN(j->starts[run] + *done, j->kept);
             int64_t most = MIN(j->starts[run + 1], j->kept) - start; /* what there is room for, whatever the mask says now */
@@ -212,50 +213,54 @@ static void list_plane(const Grad *j, int64_t chunk, int64_t channel, int64_t fi
             else lists[0].values = j->values + start, *done += found;
             used += found;
         }
-        lists[0].n = used - first;
+        lists[0].n = used - *next;
+        *next = used;
         return;
     }
-    if (j->met <= FEW_CLASSES) { /* one class after the other: a changing mask must not give them more than there is room for */
-        int64_t seen = *done, room = 0;
-        for (int64_t s = 0; s < samples; s++) room += j->starts[(sample + s) * all + channel + 1] - j->starts[(sample + s) * all + channel];
-        room += first - *done;
+    if (j->met <= FEW_CLASSES) { /* one class after the other */
+        int64_t seen = *done;
         for (int64_t class = 0; class < j->classes; class++) {
             lists[class] = (List){j->at + used, j->copied + used, 0};
             if (j->tap_start[class] == j->tap_start[class + 1]) continue;
             for (int64_t s = 0; s < samples; s++) {
-                int64_t run = (sample + s) * all + channel, start = MIN(j->starts[run] + *done, j->kept), next = start, most = MIN(j->starts[run + 1], j->kept) - start;
+                int64_t run = (sample + s) * all + channel, start = MIN(j->starts[run] + *done, j->kept), last = start, most = MIN(j->starts[run + 1], j->kept) - start;
                 Bits bits = {j->mask, bytes, run * j->places + row * inner};
-                int64_t found = j->k->list_class(bits, n, j->table + s * j->places, j->own + class * j->own_words, j->values + start, most, room - used, &next, j->at + used, j->copied + used);
+                int64_t found = j->k->list_class(bits, n, j->table + s * j->places, j->own + class * j->own_words, j->values + start, most, end - used, &last, j->at + used, j->copied + used);
                 used += found, lists[class].n += found;
-                if (samples == 1) seen = next - j->starts[run];
+                if (samples == 1) seen = last - j->starts[run];
             }
         }
         *done = seen;
+        *next = used;
         return;
     }
     /* Twice over the bits: to count the elements of each class, and to place them. */
+    int64_t room = end - used, seen = *done;
     memset(counts, 0, (size_t)j->classes * sizeof *counts);
     for (int pass = 0; pass < 2; pass++) {
         for (int64_t s = 0; s < samples; s++) {
-            int64_t run = (sample + s) * all + channel, start = MIN(j->starts[run] + *done, j->kept), end = MIN(j->starts[run + 1], j->kept);
+            int64_t run = (sample + s) * all + channel, start = MIN(j->starts[run] + *done, j->kept), stop = MIN(j->starts[run + 1], j->kept);
             Bits bits = {j->mask, bytes, run * j->places + row * inner};
             for (int64_t i = 0; i < n; i += WORD) {
-                uint64_t keep = within(bits_at(bits, i, MIN(WORD, n - i)), n - i, end - start);
+                uint64_t keep = within(bits_at(bits, i, MIN(WORD, n - i)), n - i, stop - start);
                 for (; keep; keep &= keep - 1, start++) {
                     int64_t place = s * j->places + i + __builtin_ctzll(keep), class = j->class_of[place];
                     if (class < 0) continue;
-                    if (!pass) counts[class]++;
-                    else if (counts[class] < (class + 1 < j->classes ? lists[class + 1].at - j->at : used)) {
+                    if (!pass) {
+                        if (room > 0) counts[class]++, room--;
+                    } else if (counts[class] < (class + 1 < j->classes ? lists[class + 1].at - j->at : used)) {
                         j->at[counts[class]] = j->table[place];
                         j->copied[counts[class]++] = j->values[start];
                         lists[class].n++;
                     }
                 }
             }
-            if (pass && samples == 1) *done = start - j->starts[run];
+            if (samples == 1) seen = start - j->starts[run];
         }
-        if (!pass) used += open_lists(j, lists, first, counts);
+        if (!pass) used += open_lists(j, lists, *next, counts);
     }
+    *done = seen;
+    *next = used;
 }
 
 /* The lists of all channels in one chunk, where channels are the last dimension: twice over the bits, as above. */
@@ -302,11 +307,11 @@ static void make_lists(const Grad *j, int s, int shards, int64_t *counts) {
     for (int64_t sample = 0, chunk = 0; sample < j->batch; sample += j->samples, chunk += j->row_chunks) {
         int64_t first = j->starts[sample * all] + sample * all * SPARE, samples = MIN(j->samples, j->batch - sample);
         for (int64_t channel = 0; channel < share(all, s + 1, shards); channel++) {
-            int64_t done = 0;
+            int64_t done = 0, next = first, end = first;
+            for (int64_t i = sample; i < sample + samples; i++) end += j->starts[i * all + channel + 1] - j->starts[i * all + channel];
             if (channel >= share(all, s, shards))
-                for (int64_t r = 0; r < j->row_chunks; r++) list_plane(j, chunk + r, channel, first + done, &done, counts);
-            for (int64_t i = sample; i < sample + samples; i++) first += j->starts[i * all + channel + 1] - j->starts[i * all + channel];
-            first += SPARE;
+                for (int64_t r = 0; r < j->row_chunks; r++) list_plane(j, chunk + r, channel, end, &next, &done, counts);
+            first = end + SPARE;
         }
     }
 }

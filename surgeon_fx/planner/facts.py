@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from surgeon_fx.api import is_transformed, rewrite_of, transformed_part
@@ -154,6 +155,18 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def explaining_numbers() -> Iterator[None]:
+    """Says what it means that a tensor without memory was asked for a number."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"model reads a number out of a tensor ({error}), as `.item()`, `if x.mean() > 0` and `nonzero` do, and a "
+            "plan has none: surgeon_fx.explain(model, inputs) runs the model and measures what it holds"
+        ) from error
+
+
 @no_collection()
 def step(
     model: nn.Module,
@@ -168,7 +181,8 @@ def step(
     transformed = is_transformed(model)
     model = transformed_part(model) if transformed else unwrapped(model)
     reshard(model)
-    copied, fake, given, forward = _twin_of(model, tuple(inputs), dict(named_inputs), train, device)
+    with explaining_numbers():
+        copied, fake, given, forward = _twin_of(model, tuple(inputs), dict(named_inputs), train, device)
     if ratios is not None:
         set_ratios(copied, ratios)
     elif transformed:
@@ -182,7 +196,7 @@ def step(
     with fake:
         fake.begin((*copied.parameters(), *copied.buffers(), *tree_leaves(given)))
         fake.counting = True
-        with _watched(copied, fake.path, left):
+        with _watched(copied, fake.path, left), explaining_numbers():
             outputs = forward()
         forward_operations = len(fake.timeline)
         found = explain_outputs(copied, outputs, transformed)

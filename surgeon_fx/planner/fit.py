@@ -52,8 +52,8 @@ class Fit:
 
 def parse_bytes(budget: str | int) -> int:
     """512MiB, 1.5 GB, or a number of bytes."""
-    if isinstance(budget, int):
-        return budget
+    if isinstance(budget, (int, float)):
+        return int(budget)
     found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", budget)
     if not found or found[2].upper() not in UNITS:
         raise ValueError(f"budget must be bytes like '512MiB', got {budget!r}")

@@ -110,7 +110,8 @@ def hugging_face_input_shape(name: str) -> tuple[int, ...]:
     channels, size = getattr(config, "num_channels", None), getattr(config, "image_size", None)
     if channels is None and size is None:
         raise ValueError(
-            f"the default config of {name!r} has no image size: give the shape of an input, as --shape 8x128 does"
+            f"the default config of {name!r} has no image size: give the shape of an input, as --shape 8x128 does "
+            "(the page of --serve plans models of images)"
         )
     size = size or 224
     height, width = size if isinstance(size, list | tuple) else (size, size)

@@ -239,3 +239,21 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="importance names layers that are not there: x"):
         surgeon_fx.fit(model, (1, 2), budget=3, importance={"x": 1.0})
     assert parse_bytes("1.5 KiB") == 1536
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+@pytest.mark.parametrize(
+    "function", [lambda x: x * x.mean().item(), lambda x: x if x.mean() > 0 else -x, lambda x: x[x > 0]]
+)
+def test_a_model_that_reads_numbers_has_no_plan(function, transformed):
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return function(self.layer(x))
+
+    model = surgeon_fx.transform(Reads()) if transformed else Reads()
+    with pytest.raises(ValueError, match="reads a number out of a tensor.*explain"):
+        surgeon_fx.plan(model, (2, 4))
