@@ -71,7 +71,7 @@ def timm_families() -> dict[str, str]:
     if timm.__version__ not in known:
         sizes: dict[str, tuple[int, str]] = {}
         families = [(family, name) for family in timm.list_modules() for name in timm.list_models(module=family)]
-        for family, name in tqdm(families, desc="sizes of timm's models, once", file=sys.stderr):
+        for family, name in tqdm(families, desc="sizes of timm's models, once", file=sys.stderr, disable=None):
             with torch.device("meta"), quiet(), contextlib.suppress(Exception):  # some cannot be built there
                 size = sum(p.numel() for p in timm.create_model(name).parameters())
                 sizes[family] = min(sizes.get(family, (size, name)), (size, name), key=lambda found: found[0])

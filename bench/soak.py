@@ -1,6 +1,6 @@
 """Thousands of training steps of changing batch and image sizes, with failures on the way: does memory stay flat?
 
-    python bench/soak.py --steps 2000 --plot bench/soak.svg
+    python bench/soak.py --steps 2000 --plot docs/images/soak.svg
 
 The same steps run eager and rewritten, each in a process of its own, one thread each. Every hundred steps the resident
 set is taken, a quarter of a second after the last step. In between, by turns: a batch that does not fit a limit of

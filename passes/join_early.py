@@ -38,14 +38,14 @@ def join_early_pass(gm: fx.GraphModule) -> PassResult:
 def _rewrite(graph: fx.Graph, node: fx.Node) -> bool:
     parts, dim = _arguments(node)
     result = node.meta.get("example_value")
-    values = [part.meta.get("example_value") for part in parts]
-    if not isinstance(dim, int) or not isinstance(result, Tensor) or not all(isinstance(x, Tensor) for x in values):
+    values = [x for part in parts if isinstance(x := part.meta.get("example_value"), Tensor)]
+    if not isinstance(dim, int) or not isinstance(result, Tensor) or len(values) < len(parts):
         return False
-    dim = dim % result.dim()
-    sizes = [x.shape[dim] if x.dim() == result.dim() else None for x in values]  # torch.cat skips empty vectors
-    if any(x.dtype is not result.dtype for x in values) or not all(isinstance(size, int) for size in sizes):
+    if any((x.dtype, x.dim()) != (result.dtype, result.dim()) for x in values):  # torch.cat skips empty vectors
         return False
-    if not _is_large(result) or not result.requires_grad:
+    dim %= result.dim()
+    sizes: list[int] = [x.shape[dim] for x in values]
+    if not all(isinstance(size, int) for size in sizes) or not _is_large(result) or not result.requires_grad:
         return False
     order = {one: i for i, one in enumerate(graph.nodes)}
     early = {part for part in parts if _is_made_for(part, node) and order[node] - order[part] <= NEAR}
