@@ -1,5 +1,5 @@
-/* A thread rewrites the input of `compress`, then the mask of `decompress`, between values that every count of an earlier
- * pass is wrong for. Run under the address sanitizer.
+/* A thread rewrites the input of `compress`, then the masks of `decompress` and of a weight gradient, between values that
+ * every count of an earlier pass is wrong for. Run under the address sanitizer.
  *
  * Usage: changing_input ISA ROUNDS */
 #include "common.h"
@@ -48,6 +48,22 @@ static void stop(Target *t, pthread_t thread) {
     pthread_join(thread, NULL);
 }
 
+/* Of a strided convolution, whose places are of several classes, cut into several chunks of rows: the bits are now in the
+ * first rows, now in the last. */
+static void take_weight_grad(int64_t stride, int64_t size) {
+    int64_t out = (size - 1) / stride + 1, bytes = size * size / 8, kept = 8 * (bytes / 4);
+    int64_t sizes[26] = {1, 1, 1, 16, size, out, 3, stride, 1, 1, 1, 1, 1, 1, 0, 1, size, out, 3, stride, 1, 1};
+    float *g = calloc((size_t)(16 * out * out), 4), *values = malloc((size_t)kept * 4), *dw = malloc(16 * 9 * 4);
+    uint8_t *mask = calloc((size_t)bytes, 1);
+    for (int64_t i = 0; i < kept; i++) values[i] = 1;
+    memset(mask, 0xff, (size_t)bytes / 4);
+    Target bits = {mask, bytes, 0};
+    pthread_t thread = start(reverse_mask, &bits);
+    for (int i = 0; i < 200; i++) (void)sfx_weight_grad(g, values, kept, mask, sizes, dw, 1);
+    stop(&bits, thread);
+    free(g), free(values), free(dw), free(mask);
+}
+
 int main(int argc, char **argv) {
     if (argc < 3 || sfx_set_isa(argv[1])) return 2;
     for (long round = 0, rounds = atol(argv[2]); round < rounds; round++) {
@@ -64,6 +80,7 @@ int main(int argc, char **argv) {
         for (int i = 0; i < 40; i++) (void)sfx_decompress(values, kept, mask, n, 4, x, 1);
         stop(&bits, thread);
         free(x), free(values), free(mask);
+        take_weight_grad(2 + round % 3, 32 + 8 * (round % 7));
     }
     return puts("done"), 0;
 }

@@ -73,5 +73,5 @@ assert torch.equal(out, keep.float())
 @pytest.mark.skipif(bool(native.unavailable_reason()), reason="no C kernels here")
 @pytest.mark.parametrize("isa", native.instruction_sets() if not native.unavailable_reason() else [])
 def test_counts_of_an_earlier_pass_are_not_trusted(isa):
-    """Version 0.1 wrote past the values within a few rounds."""
+    """Version 0.1 wrote past the values within a few rounds; lists of a weight gradient could be written over."""
     run(sanitized("address,undefined", source=Path(__file__).with_name("changing_input.c")), isa, 40)
