@@ -1,4 +1,4 @@
-"""Two minutes of surgeon_fx, with nothing to download.
+"""A minute of surgeon_fx, with nothing to download.
 
 Plans a large network without running it, then trains a small one on scikit-learn's digits, corrupts the digits it has
 not seen, and adapts to them online. Each method is a process of its own that starts from the same weights; methods in
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common import MIB, Meter, peak_unavailable_reason
+from common import MIB, ChildProcess, Meter, peak_unavailable_reason
 from tabulate import tabulate
 from torch import Tensor, nn
 
@@ -48,7 +47,7 @@ class Scale:
     methods: tuple[str, ...] = tuple(METHODS)
 
 
-FULL = Scale("segformer_b5", 20, 5, 200, 3, 6)
+FULL = Scale("segformer_b5", 20, 3, 200, 2, 4, ("source", "bn_stat", "full", "surgeon"))
 QUICK = Scale("resnet56_cifar", 8, 3, 100, 2, 2, ("source", "full", "surgeon"))
 
 
@@ -163,6 +162,24 @@ def report(found: dict[str, dict[str, float]]) -> str:
     return "\n".join([table(rows, headers), f"memory: {note}", "", *bars])
 
 
+def prepare(scale: Scale, folder: Path) -> str:
+    """Trains the network and leaves it in a folder with the images it will meet; says what they are."""
+    x, y = digits()
+    count = scale.batch * scale.batches
+    model = network(scale)
+    train(model, x[:-count], y[:-count], scale.epochs)
+    x, y = x[-count:], y[-count:]
+    with torch.no_grad():
+        right = (model.eval()(x).argmax(1) == y).float().mean().item()
+    names = [*CORRUPTIONS][: scale.corruptions]
+    stream = [(CORRUPTIONS[name](x).clamp(0, 1), y) for name in names]
+    torch.save({"weights": model.state_dict(), "stream": stream}, folder / "demo.pt")
+    return (
+        f"ResNet-{scale.depth}, trained on digits: {100 * right:.1f} % of {count} it has not seen are right.\n"
+        f"Now they come corrupted, in batches of {scale.batch}: {', '.join(names)}.\n"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller in every way: to see that it runs")
@@ -173,29 +190,22 @@ def main() -> int:
     scale = QUICK if arguments.quick else FULL
     torch.manual_seed(0)
     if arguments.run:
-        print(json.dumps(adapt_here(*arguments.run, scale)))
+        for _ in sys.stdin:  # when its turn has come
+            print(json.dumps(adapt_here(*arguments.run, scale)), flush=True)
         return 0
-    if not arguments.json:
-        print(f"One training step, planned without running it:\n\n{planned(scale.planned)}\n", flush=True)
-    x, y = digits()
-    count = scale.batch * scale.batches
-    model = network(scale)
-    train(model, x[:-count], y[:-count], scale.epochs)
-    x, y = x[-count:], y[-count:]
-    with torch.no_grad():
-        right = (model.eval()(x).argmax(1) == y).float().mean().item()
-    names = [*CORRUPTIONS][: scale.corruptions]
-    if not arguments.json:
-        print(f"ResNet-{scale.depth}, trained on digits: {100 * right:.1f} % of {count} it has not seen are right.")
-        print(f"Now they come corrupted, in batches of {scale.batch}: {', '.join(names)}.\n", flush=True)
-    found, progress = {}, commands.Progress(len(scale.methods), arguments.quiet)
     with tempfile.TemporaryDirectory() as folder:
-        stream = [(CORRUPTIONS[name](x).clamp(0, 1), y) for name in names]
-        torch.save({"weights": model.state_dict(), "stream": stream}, Path(folder) / "demo.pt")
-        for method in scale.methods:
-            progress.step(f"adapting: {METHODS[method]}")
-            command = [sys.executable, __file__, *sys.argv[1:], "--run", method, folder]
-            found[method] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        command = [sys.executable, __file__, *sys.argv[1:], "--run"]  # they start up while the rest goes on
+        processes = [ChildProcess(method, [*command, method, folder]) for method in scale.methods]
+        if not arguments.json:
+            print(f"One training step, planned without running it:\n\n{planned(scale.planned)}\n", flush=True)
+        introduction = prepare(scale, Path(folder))
+        if not arguments.json:
+            print(introduction, flush=True)
+        found, progress = {}, commands.Progress(len(processes), arguments.quiet)
+        for process in processes:
+            progress.step(f"adapting: {METHODS[process.name]}")
+            found[process.name] = process.ask("run")
+            process.close()
     progress.close()
     print(json.dumps(found) if arguments.json else report(found))
     return 0

@@ -111,4 +111,4 @@ def test_compiles_without_a_gpu_and_without_spills():
 
 
 def test_compiles_for_any_dtype_and_any_size_of_tensor():
-    compile_for("--targets", "sm_80")
+    compile_for("--targets", "sm_80", "--dtypes", "bfloat16", "float64", "--integers", "i64")
