@@ -17,6 +17,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from surgeon_fx.ops import join, registry
 from surgeon_fx.passes.share_saves import VIEWS
+from surgeon_fx.passes.tag_saves import function_name
 
 LEAST_BYTES = 1 << 20  # of a result: a smaller one is not what a peak is made of
 NEAR = 64  # nodes between the first part and the concatenation, while the whole result is already there
@@ -82,9 +83,8 @@ def _is_made_for(part: fx.Node, node: fx.Node) -> bool:
     while set(part.users) == {reader}:
         if part.target in FRESH:
             return True
-        name = part.target if isinstance(part.target, str) else getattr(part.target, "__name__", "")
         first = next((x for x in part.args if isinstance(x, fx.Node)), None)
-        if first is None or not (name in VIEWS or part.target in IN_PLACE):
+        if first is None or not (function_name(part) in VIEWS or part.target in IN_PLACE):
             return False
         part, reader = first, part
     return False

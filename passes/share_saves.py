@@ -14,7 +14,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from surgeon_fx.ops.registry import rule_for
 from surgeon_fx.ops.share import ACTIVATIONS, STARTS
 from surgeon_fx.ops.slots import sharing_key
-from surgeon_fx.passes.tag_saves import SAVING, requires_grad, saving_of
+from surgeon_fx.passes.tag_saves import SAVING, function_name, requires_grad, saving_of
 
 # Functions that may leave elements where they are in memory, dropout when it drops nothing: what runs looks again.
 VIEWS = frozenset(
@@ -76,14 +76,14 @@ def _behind(start: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
                 users.append(user)
             if activation is not None:
                 between.append(user)
-            if activation is not None or _name(user) in VIEWS:
+            if activation is not None or function_name(user) in VIEWS:
                 ahead.append(user)
     return users, between
 
 
 def _is_norm(node: fx.Node) -> bool:
     saving = saving_of(node)
-    return saving is not None and saving.rule == "norm" and _name(node) != "instance_norm"
+    return saving is not None and saving.rule == "norm" and function_name(node) != "instance_norm"
 
 
 def _is_layer(node: fx.Node) -> bool:
@@ -99,7 +99,3 @@ def _activation(node: fx.Node) -> str | None:
     rule = rule_for(node.target) if node.op in ("call_function", "call_method") else None
     name = None if rule is None or saving_of(node) is None else rule.op.__name__
     return name if name in ACTIVATIONS else None
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -85,9 +85,13 @@ def _name(key: str) -> str:
     return key.partition(":")[2]
 
 
+def function_name(node: fx.Node) -> str:
+    """Of the function or method that a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def _is_arithmetic(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.strip("_") in ("mul", "div", "truediv", "multiply", "divide", "true_divide")
+    return function_name(node).strip("_") in ("mul", "div", "truediv", "multiply", "divide", "true_divide")
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
@@ -187,5 +191,4 @@ EXACT = {
 
 
 def _keeps_exactly(node: fx.Node) -> str | None:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return EXACT.get(name) if requires_grad(node) else None
+    return EXACT.get(function_name(node)) if requires_grad(node) else None
