@@ -1,13 +1,41 @@
 /* The loops of prune_pack.c over one chunk, for one instruction set and one element width: see for_each_isa.h. */
 
-/* A word of 64 elements: x itself, or where fewer are left a padded copy. Asks for the page after this one, which the
- * hardware's own prefetcher does not look into: a third off the time of a pass over memory. */
-INLINE const key_t *FN(word_at)(const key_t *x, int64_t left, key_t *padded) {
+#if SFX_WIDTH == 32
+/* The next n elements of x, normalised. Runs end where they end: most words lie within one. */
+INLINE void FN(normalise)(Source *s, const float *x, int64_t n, float *out) {
+    const Statistics *t = s->statistics;
+    if (n == WORD && s->left > WORD) {
+        float mean = t->mean[s->group], rstd = t->rstd[s->group];
+        for (int i = 0; i < WORD; i++) out[i] = normalised(x[i], mean, rstd);
+        s->left -= WORD;
+        return;
+    }
+    for (int64_t some; n > 0; n -= some, x += some, out += some) {
+        float mean = t->mean[s->group], rstd = t->rstd[s->group];
+        some = MIN(n, s->left);
+        for (int64_t i = 0; i < some; i++) out[i] = normalised(x[i], mean, rstd);
+        if ((s->left -= some) == 0) s->left = t->run, s->group = s->group + 1 < t->groups ? s->group + 1 : 0;
+    }
+}
+#endif
+
+/* A word of 64 elements of a source, in order from its first on: x itself, or a copy where it is normalised, or padded because
+ * fewer are left. Asks for the page after this one, which the hardware's own prefetcher does not look into: a third off the
+ * time of a pass over memory. */
+INLINE const key_t *FN(next_word)(Source *s, int64_t left, key_t *copy) {
+    const key_t *x = s->x;
     for (size_t line = 0; line < WORD * sizeof *x; line += 64) __builtin_prefetch((const char *)x + PREFETCH_BYTES + line);
+    s->x = x + WORD;
+    if (left < WORD) memset(copy, 0, WORD * sizeof *copy);
+#if SFX_WIDTH == 32
+    if (s->statistics) {
+        FN(normalise)(s, (const float *)x, MIN(left, WORD), (float *)copy);
+        return copy;
+    }
+#endif
     if (left >= WORD) return x;
-    memset(padded, 0, WORD * sizeof *padded);
-    memcpy(padded, x, (size_t)left * sizeof *x);
-    return padded;
+    memcpy(copy, x, (size_t)left * sizeof *x);
+    return copy;
 }
 
 INLINE uint64_t FN(greater_word)(const key_t *x, vec nan_key, vec than) {
@@ -16,9 +44,27 @@ INLINE uint64_t FN(greater_word)(const key_t *x, vec nan_key, vec than) {
     return m;
 }
 
-static void FN(gather)(const void *x_, int64_t stride, int64_t begin, int64_t end, uint64_t nan_key, void *out_) {
-    const key_t *x = x_;
+/* The keys of elements [begin, end) of a sample, one from each stratum of so many elements. */
+static void FN(gather)(Source s, int64_t stride, int64_t begin, int64_t end, uint64_t nan_key, void *out_) {
+    const key_t *x = s.x;
     key_t *out = out_;
+#if SFX_WIDTH == 32
+    if (s.statistics) {
+        const Statistics *t = s.statistics;
+        int64_t first = begin * stride, group = first / t->run % t->groups, next = (first / t->run + 1) * t->run;
+        for (int64_t i = begin; i < end; i++) {
+            int64_t at = place_in_stratum(i, stride);
+            __builtin_prefetch(x + place_in_stratum(i + 16, stride));
+            for (; at >= next; next += t->run) group = group + 1 < t->groups ? group + 1 : 0;
+            float from, hat;
+            memcpy(&from, x + at, sizeof from);
+            hat = normalised(from, t->mean[group], t->rstd[group]);
+            memcpy(&out[i], &hat, sizeof hat);
+            out[i] = key_of(out[i], (key_t)nan_key);
+        }
+        return;
+    }
+#endif
     for (int64_t i = begin; i < end; i++) {
         __builtin_prefetch(x + place_in_stratum(i + 16, stride)); /* beyond the end it is a hint for nothing */
         out[i] = key_of(x[place_in_stratum(i, stride)], (key_t)nan_key);
@@ -26,47 +72,55 @@ static void FN(gather)(const void *x_, int64_t stride, int64_t begin, int64_t en
 }
 
 /* Digits of the keys in [base, base + 2^bits). Two rows of counters, so that equal neighbours do not wait for each other. */
-static void FN(histogram)(const void *x_, int64_t n, uint64_t nan_key, uint64_t base, int bits, int shift, int64_t *bins) {
-    const key_t *x = x_;
+static void FN(histogram)(Source s, int64_t n, uint64_t nan_key, uint64_t base, int bits, int shift, int64_t *bins) {
+    key_t copy[WORD];
     uint32_t rows[2][BINS];
     for (int64_t done = 0; done < n; done += 1 << 30) {
         int64_t end = MIN(n, done + (1 << 30));
         memset(rows, 0, sizeof rows);
-        for (int64_t i = done; i < end; i++) {
-            uint64_t digit = (uint64_t)key_of(x[i], (key_t)nan_key) - base;
-            SNAPSHOT(digit);
-            if (digit >> bits == 0) rows[i & 1][digit >> shift]++;
+        for (int64_t i = done; i < end; i += WORD) {
+            const key_t *word = FN(next_word)(&s, n - i, copy);
+            for (int64_t k = 0; k < MIN(WORD, end - i); k++) {
+                uint64_t digit = (uint64_t)key_of(word[k], (key_t)nan_key) - base;
+                SNAPSHOT(digit);
+                if (digit >> bits == 0) rows[k & 1][digit >> shift]++;
+            }
         }
         for (int b = 0; b < BINS; b++) bins[b] += (int64_t)rows[0][b] + rows[1][b];
     }
 }
 
-/* The rank-th largest key, by bisection of the key's value: for what fits a cache, one SIMD pass a bit beats a histogram. */
-static uint64_t FN(bisect)(const void *x_, int64_t n, uint64_t nan_key_, int64_t *rank) {
-    const key_t *x = x_;
-    key_t padded[WORD];
-    vec nan_key = FN(splat)(nan_key_);
-    uint64_t lo = 0, hi = nan_key_;
+/* The rank-th largest of keys that all lie in [lo, hi], by bisection of the key's value: for what fits a cache, one SIMD pass
+ * a bit beats a histogram. The keys are in `count` parts. */
+static uint64_t FN(bisect)(const void *const *parts, const int64_t *sizes, int count, uint64_t lo, uint64_t hi, int64_t *rank) {
     int64_t above_hi = 0; /* keys > hi */
     while (lo < hi) {
         uint64_t middle = lo + (hi - lo + 1) / 2;
         vec below = FN(splat)(middle - 1);
-        int64_t count = 0;
-        for (int64_t i = 0; i < n; i += WORD) count += __builtin_popcountll(FN(greater_word)(FN(word_at)(x + i, n - i, padded), nan_key, below));
-        if (count >= *rank) lo = middle;
-        else hi = middle - 1, above_hi = count;
+        int64_t found = 0;
+        for (int p = 0; p < count; p++) {
+            const key_t *keys = parts[p];
+            int64_t i = 0;
+            for (; i + WORD <= sizes[p]; i += WORD) {
+                uint64_t m = 0;
+                EACH_STEP(s) m |= FN(greater)(FN(load)(keys + i + s * LANES), below) << s * LANES;
+                found += __builtin_popcountll(m);
+            }
+            for (; i < sizes[p]; i++) found += keys[i] >= middle;
+        }
+        if (found >= *rank) lo = middle;
+        else hi = middle - 1, above_hi = found;
     }
     *rank -= above_hi;
     return lo;
 }
 
-static void FN(count)(const void *x_, int64_t n, uint64_t nan_key_, Bracket b, Chunk *c, void *room, int64_t room_n) {
-    const key_t *x = x_;
-    key_t padded[WORD], *out = room;
+static void FN(count)(Source source, int64_t n, uint64_t nan_key_, Bracket b, Chunk *c, void *room, int64_t room_n) {
+    key_t copy[WORD], *out = room;
     vec nan_key = FN(splat)(nan_key_), lo = FN(splat)(b.lo), below_lo = FN(splat)(b.lo - 1), hi = FN(splat)(b.hi), below_hi = FN(splat)(b.hi - 1);
     int64_t above = 0, from_hi = 0, above_lo = 0, from_lo = 0, stored = 0;
     for (int64_t i = 0; i < n; i += WORD) {
-        const key_t *word = FN(word_at)(x + i, n - i, padded);
+        const key_t *word = FN(next_word)(&source, n - i, copy);
         uint64_t valid = low_bits(n - i), over = 0, at_hi = 0, over_lo = 0, at_lo = 0;
         EACH_STEP(s) {
             vec k = FN(keys)(FN(load)(word + s * LANES), nan_key);
@@ -103,21 +157,22 @@ static void FN(tally)(const void *keys_, int64_t n, uint64_t t, int64_t *above, 
 }
 
 /* Keeps the first elements, as many as were promised to the chunks behind. */
-static void FN(pack_first)(const key_t *x, int64_t n, int64_t count, key_t *out, uint8_t *mask) {
-    memcpy(out, x, (size_t)count * sizeof *x);
+static void FN(pack_first)(Source source, int64_t n, int64_t count, key_t *out, uint8_t *mask) {
+    key_t copy[WORD];
+    for (int64_t i = 0; i < count; i += WORD) memcpy(out + i, FN(next_word)(&source, n - i, copy), (size_t)MIN(WORD, count - i) * sizeof *out);
     memset(mask, 0, (size_t)(n + 7) / 8);
     memset(mask, 0xff, (size_t)count / 8);
     if (count % 8) mask[count / 8] = (uint8_t)low_bits(count % 8);
 }
 
-static void FN(pack)(const void *x_, int64_t n, uint64_t nan_key_, uint64_t t, const Chunk *c, void *out_, uint8_t *mask) {
-    const key_t *x = x_;
-    key_t padded[WORD], *out = out_, *end = out + c->emitted;
+static void FN(pack)(Source given, int64_t n, uint64_t nan_key_, uint64_t t, const Chunk *c, void *out_, uint8_t *mask) {
+    Source source = given;
+    key_t copy[WORD], *out = out_, *end = out + c->emitted;
     int64_t ties = c->ties;
     int some_ties = ties > 0 && ties < c->tied;
     vec nan_key = FN(splat)(nan_key_), threshold = FN(splat)(t), cut = FN(splat)(ties ? t - 1 : t);
     for (int64_t i = 0; i < n; i += WORD) {
-        const key_t *word = FN(word_at)(x + i, n - i, padded);
+        const key_t *word = FN(next_word)(&source, n - i, copy);
         uint64_t keep = FN(greater_word)(word, nan_key, cut);
         if (some_ties) {
             uint64_t above = FN(greater_word)(word, nan_key, threshold), tied = within(keep & ~above, n - i, ties);
@@ -135,7 +190,7 @@ static void FN(pack)(const void *x_, int64_t n, uint64_t nan_key_, uint64_t t, c
         } else
             for (; keep; keep &= keep - 1) *out++ = word[__builtin_ctzll(keep)];
     }
-    if (out != end) FN(pack_first)(x, n, c->emitted, out_, mask); /* x has changed since it was counted */
+    if (out != end) FN(pack_first)(given, n, c->emitted, out_, mask); /* x has changed since it was counted */
 }
 
 static void FN(expand)(const void *values_, int64_t values_n, const uint8_t *mask, int64_t n, void *out_, int stream) {
@@ -184,12 +239,12 @@ static void FN(select)(const uint8_t *bits, int64_t n, const void *x_, uint64_t 
 #endif
 }
 
-static void FN(sign)(const void *x_, int64_t n, uint64_t nan_key_, uint8_t *bits) {
-    const key_t *x = x_;
-    key_t padded[WORD];
+static void FN(sign)(const void *x, int64_t n, uint64_t nan_key_, uint8_t *bits) {
+    Source source = {.x = x};
+    key_t copy[WORD];
     vec zero = FN(splat)(0), inf = FN(splat)(nan_key_ - 1), nan_key = FN(splat)(nan_key_);
     for (int64_t i = 0; i < n; i += WORD) {
-        const key_t *word = FN(word_at)(x + i, n - i, padded);
+        const key_t *word = FN(next_word)(&source, n - i, copy);
         uint64_t set = 0;
         EACH_STEP(s) {
             vec v = FN(load)(word + s * LANES);
@@ -198,19 +253,3 @@ static void FN(sign)(const void *x_, int64_t n, uint64_t nan_key_, uint8_t *bits
         memcpy(bits + i / 8, &set, n - i >= WORD ? 8 : (size_t)(n - i + 7) / 8);
     }
 }
-
-#if SFX_WIDTH == 32
-/* Elements `first` to `first + n` of x, normalised. */
-static void FN(normalise)(const float *restrict x, int64_t first, int64_t n, Statistics t, float *restrict out) {
-    int64_t group = first / t.run % t.groups, left = t.run - first % t.run;
-    for (x += first; n > 0; n -= left, x += left, out += left, left = t.run, group = group + 1 < t.groups ? group + 1 : 0) {
-        float mean = t.mean[group], rstd = t.rstd[group];
-        int64_t i = 0;
-        for (left = MIN(left, n); left - i >= WORD; i += WORD) {
-            for (int line = 0; line < WORD; line += 16) __builtin_prefetch((const char *)(x + i + line) + PREFETCH_BYTES);
-            for (int k = 0; k < WORD; k++) out[i + k] = normalised(x[i + k], mean, rstd);
-        }
-        for (; i < left; i++) out[i] = normalised(x[i], mean, rstd);
-    }
-}
-#endif

@@ -1,7 +1,7 @@
 /* The loops of a norm's backward over float32, for one instruction set. See for_each_isa.h.
  *
  * g is the output gradient, `hat` the normalised input, zero but for the values that `bits` has a place for. Sums run in
- * floats for FLUSH words, then in doubles. What is left of a run after its last whole word goes one by one.
+ * floats for FLUSH words, then in doubles.
  */
 
 typedef float FN(floats) __attribute__((vector_size(4 * LANES)));
@@ -10,56 +10,80 @@ typedef float FN(floats) __attribute__((vector_size(4 * LANES)));
 
 INLINE floats FN(floats_at)(const float *p) { floats v; memcpy(&v, p, sizeof v); return v; }
 INLINE floats FN(hat)(const float *values, uint64_t m) { vec v = FN(expand_lanes)((const key_t *)values, m); floats f; memcpy(&f, &v, sizeof f); return f; }
-INLINE double FN(total)(floats v) { double sum = 0; for (int i = 0; i < LANES; i++) sum += (double)v[i]; return sum; }
+/* Four sums side by side: runs may be as short as a word, and one sum would wait for itself at each lane. */
+INLINE double FN(total)(floats v) {
+    double sums[4] = {0};
+    for (int i = 0; i < LANES; i++) sums[i % 4] += (double)v[i];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+/* The first of n elements that fill a register, with zeros beyond them. */
+INLINE floats FN(load_some)(const float *p, int64_t n) {
+    floats v = {0};
+    if (n >= LANES) return FN(floats_at)(p);
+    memcpy(&v, p, (size_t)MAX(n, 0) * sizeof *p);
+    return v;
+}
+INLINE void FN(store_some)(float *p, floats v, int64_t n) { memcpy(p, &v, n >= LANES ? sizeof v : (size_t)MAX(n, 0) * sizeof *p); }
+
+/* The kept elements among a word of a run: their bits, and their values with enough behind them for whole registers. */
+INLINE const float *FN(kept_values)(Bits bits, int64_t i, int64_t left, const float *values, const float *end, float *room, uint64_t *keep) {
+    *keep = within(bits_at(bits, i, left), left, end - values);
+    return end - values >= WORD ? values : memcpy(room, values, (size_t)__builtin_popcountll(*keep) * sizeof *values);
+}
+
+INLINE void FN(sum_word)(const float *g, const float *w, int64_t left, uint64_t keep, const float *values, floats *plain, floats *dot) {
+    EACH_STEP(s) {
+        uint64_t m = keep >> s * LANES & low_bits(LANES);
+        floats gw = FN(load_some)(g + s * LANES, left - s * LANES);
+        if (w) gw *= FN(load_some)(w + s * LANES, left - s * LANES);
+        *plain += gw;
+        *dot += gw * FN(hat)(values, m);
+        values += __builtin_popcountll(m);
+    }
+}
 
 /* sums[0] += sum of g w, sums[1] += sum of g w hat; w is 1 where there is none. */
 static void FN(norm_sums)(const float *g, const float *w, int64_t n, Bits bits, const float *values, int64_t values_n, double sums[2]) {
     const float *end = values + values_n;
+    float room[2 * WORD];
     floats plain = {0}, dot = {0};
-    int64_t i = 0;
-    for (int words = 0; n - i >= WORD && end - values >= WORD; i += WORD) {
-        uint64_t keep = bits_at(bits, i, WORD);
-        EACH_STEP(s) {
-            uint64_t m = keep >> s * LANES & low_bits(LANES);
-            floats gw = FN(floats_at)(g + i + s * LANES);
-            if (w) gw *= FN(floats_at)(w + i + s * LANES);
-            plain += gw;
-            dot += gw * FN(hat)(values, m);
-            values += __builtin_popcountll(m);
-        }
+    int words = 0;
+    for (int64_t i = 0; i < n; i += WORD) {
+        uint64_t keep;
+        const float *from = FN(kept_values)(bits, i, MIN(WORD, n - i), values, end, room, &keep);
+        if (n - i >= WORD) FN(sum_word)(g + i, w ? w + i : NULL, WORD, keep, from, &plain, &dot);
+        else FN(sum_word)(g + i, w ? w + i : NULL, n - i, keep, from, &plain, &dot);
+        values += __builtin_popcountll(keep);
         if (++words == FLUSH) sums[0] += FN(total)(plain), sums[1] += FN(total)(dot), plain = (floats){0}, dot = (floats){0}, words = 0;
     }
     sums[0] += FN(total)(plain);
     sums[1] += FN(total)(dot);
-    for (; i < n; i++) {
-        double gw = w ? (double)(g[i] * w[i]) : (double)g[i];
-        sums[0] += gw;
-        if (within(bits_at(bits, i, 1), 1, end - values)) sums[1] += gw * (double)*values++;
+}
+
+INLINE void FN(apply_word)(const float *g, const float *w, int64_t left, uint64_t keep, const float *values, float scale, float mean, float slope, float *dx, float *dw, float *db) {
+    EACH_STEP(s) {
+        int64_t at = s * LANES, some = left - at;
+        uint64_t m = keep >> at & low_bits(LANES);
+        floats plain = FN(load_some)(g + at, some), hat = FN(hat)(values, m), gw = w ? plain * FN(load_some)(w + at, some) : plain;
+        values += __builtin_popcountll(m);
+        if (dw) FN(store_some)(dw + at, FN(load_some)(dw + at, some) + plain * hat, some);
+        if (db) FN(store_some)(db + at, FN(load_some)(db + at, some) + plain, some);
+        if (dx) FN(store_some)(dx + at, (gw - mean - hat * slope) * scale, some);
     }
 }
 
-/* dx = scale (g w - mean - hat slope); where there are dw and db, dw += g hat and db += g. */
+/* dx = scale (g w - mean - hat slope); where there are dw and db, dw += g hat and db += g. dx may be g. */
 static void FN(norm_apply)(const float *g, const float *w, int64_t n, Bits bits, const float *values, int64_t values_n, float scale, float mean, float slope, float *dx, float *dw, float *db) {
     const float *end = values + values_n;
-    int64_t i = 0;
-    for (; n - i >= WORD && end - values >= WORD; i += WORD) {
-        uint64_t keep = bits_at(bits, i, WORD);
-        EACH_STEP(s) {
-            int64_t at = i + s * LANES;
-            uint64_t m = keep >> s * LANES & low_bits(LANES);
-            floats plain = FN(floats_at)(g + at), hat = FN(hat)(values, m), gw = w ? plain * FN(floats_at)(w + at) : plain, out;
-            values += __builtin_popcountll(m);
-            out = (gw - mean - hat * slope) * scale;
-            if (dx) memcpy(dx + at, &out, sizeof out);
-            if (dw) out = FN(floats_at)(dw + at) + plain * hat, memcpy(dw + at, &out, sizeof out);
-            if (db) out = FN(floats_at)(db + at) + plain, memcpy(db + at, &out, sizeof out);
-        }
-    }
-    for (; i < n; i++) {
-        float hat = within(bits_at(bits, i, 1), 1, end - values) ? *values++ : 0, gw = w ? g[i] * w[i] : g[i];
-        if (dw) dw[i] += g[i] * hat;
-        if (db) db[i] += g[i];
-        if (dx) dx[i] = (gw - mean - hat * slope) * scale; /* last: dx may be g */
+    float room[2 * WORD];
+    for (int64_t i = 0; i < n; i += WORD) {
+        uint64_t keep;
+        const float *from = FN(kept_values)(bits, i, MIN(WORD, n - i), values, end, room, &keep), *wi = w ? w + i : NULL;
+        float *dxi = dx ? dx + i : NULL, *dwi = dw ? dw + i : NULL, *dbi = db ? db + i : NULL;
+        if (n - i >= WORD) FN(apply_word)(g + i, wi, WORD, keep, from, scale, mean, slope, dxi, dwi, dbi);
+        else FN(apply_word)(g + i, wi, n - i, keep, from, scale, mean, slope, dxi, dwi, dbi);
+        values += __builtin_popcountll(keep);
     }
 }
 

@@ -12,7 +12,7 @@
  *   5. pack      one pass: compare, write the mask bits, compact the kept elements
  * Atoms at lo and hi are counted, never collected, so constant, two-valued and mostly-zero tensors stay on this path.
  *
- * What is compressed may be x normalised, which is never written out: each pass makes it anew from x, a chunk at a time.
+ * What is compressed may be x normalised, which is never written out: each pass makes it anew from x, a word at a time.
  */
 #include "common.h"
 #include "pages.h"
@@ -47,21 +47,28 @@ typedef struct {
     int64_t run, groups;
 } Statistics;
 
+/* Elements in order: of x, or where there are statistics of x normalised; then the group of the next one, and how many of its
+ * run are left. */
+typedef struct {
+    const void *x;
+    const Statistics *statistics;
+    int64_t group, left;
+} Source;
+
 /* One rounding after each of the two: the same bits from any instruction set. */
 INLINE float normalised(float x, float mean, float rstd) { return (x - mean) * rstd; }
 
 /* One instruction set at one element width. Sizes are in elements. */
 typedef struct {
-    void (*gather)(const void *x, int64_t stride, int64_t begin, int64_t end, uint64_t nan_key, void *out);
-    void (*histogram)(const void *x, int64_t n, uint64_t nan_key, uint64_t base, int bits, int shift, int64_t *bins);
-    uint64_t (*bisect)(const void *x, int64_t n, uint64_t nan_key, int64_t *rank);
-    void (*count)(const void *x, int64_t n, uint64_t nan_key, Bracket b, Chunk *c, void *room, int64_t room_n);
+    void (*gather)(Source x, int64_t stride, int64_t begin, int64_t end, uint64_t nan_key, void *out);
+    void (*histogram)(Source x, int64_t n, uint64_t nan_key, uint64_t base, int bits, int shift, int64_t *bins);
+    uint64_t (*bisect)(const void *const *parts, const int64_t *sizes, int count, uint64_t lo, uint64_t hi, int64_t *rank);
+    void (*count)(Source x, int64_t n, uint64_t nan_key, Bracket b, Chunk *c, void *room, int64_t room_n);
     void (*tally)(const void *keys, int64_t n, uint64_t t, int64_t *above, int64_t *equal);
-    void (*pack)(const void *x, int64_t n, uint64_t nan_key, uint64_t t, const Chunk *c, void *out, uint8_t *mask);
+    void (*pack)(Source x, int64_t n, uint64_t nan_key, uint64_t t, const Chunk *c, void *out, uint8_t *mask);
     void (*expand)(const void *values, int64_t values_n, const uint8_t *mask, int64_t n, void *out, int stream);
     void (*sign)(const void *x, int64_t n, uint64_t nan_key, uint8_t *bits);
     void (*select)(const uint8_t *bits, int64_t n, const void *x, uint64_t value, void *out, int stream);
-    void (*normalise)(const float *x, int64_t first, int64_t n, Statistics s, float *out); /* of floats alone */
 } Kernels;
 
 /* The element that stands for stratum i: hashed within it, so that no period of the data can alias with the stride. */
@@ -75,9 +82,9 @@ INLINE int64_t place_in_stratum(int64_t i, int64_t stride) {
 #define SFX_ALL_WIDTHS
 #include "for_each_isa.h"
 
-#define WIDTHS(isa) {{gather_##isa##_16, histogram_##isa##_16, bisect_##isa##_16, count_##isa##_16, tally_##isa##_16, pack_##isa##_16, expand_##isa##_16, sign_##isa##_16, select_##isa##_16, NULL}, \
-                     {gather_##isa##_32, histogram_##isa##_32, bisect_##isa##_32, count_##isa##_32, tally_##isa##_32, pack_##isa##_32, expand_##isa##_32, sign_##isa##_32, select_##isa##_32, normalise_##isa##_32}, \
-                     {gather_##isa##_64, histogram_##isa##_64, bisect_##isa##_64, count_##isa##_64, tally_##isa##_64, pack_##isa##_64, expand_##isa##_64, sign_##isa##_64, select_##isa##_64, NULL}}
+#define WIDTHS(isa) {{gather_##isa##_16, histogram_##isa##_16, bisect_##isa##_16, count_##isa##_16, tally_##isa##_16, pack_##isa##_16, expand_##isa##_16, sign_##isa##_16, select_##isa##_16}, \
+                     {gather_##isa##_32, histogram_##isa##_32, bisect_##isa##_32, count_##isa##_32, tally_##isa##_32, pack_##isa##_32, expand_##isa##_32, sign_##isa##_32, select_##isa##_32}, \
+                     {gather_##isa##_64, histogram_##isa##_64, bisect_##isa##_64, count_##isa##_64, tally_##isa##_64, pack_##isa##_64, expand_##isa##_64, sign_##isa##_64, select_##isa##_64}}
 
 static const Kernels tables[ISAS][3] = {
 #ifdef SFX_X86
@@ -100,18 +107,16 @@ typedef struct {
     int64_t n, width, kept, chunks;
     uint64_t nan_key;
     int shards; /* threads asked for; the work is cut the same way if fewer run */
-    Statistics statistics; /* to normalise x by, where there are any */
-    char *normalised;      /* room for a chunk of each shard then */
+    const Statistics *statistics; /* to normalise x by, where there are any */
 } Job;
 
 INLINE int64_t chunk_size(int64_t n, int64_t c) { return MIN(CHUNK, n - c * CHUNK); }
 
-/* The elements of a chunk, as they are compressed. */
-INLINE const void *chunk_at(const Job *j, int s, int64_t c) {
-    if (!j->normalised) return j->x + c * CHUNK * j->width;
-    float *room = (float *)j->normalised + (int64_t)s * CHUNK;
-    j->k->normalise((const float *)j->x, c * CHUNK, chunk_size(j->n, c), j->statistics, room);
-    return room;
+/* The elements from one on, as they are compressed. */
+INLINE Source source_at(const Job *j, int64_t first) {
+    Source s = {.x = j->x + first * j->width, .statistics = j->statistics};
+    if (s.statistics) s.group = first / s.statistics->run % s.statistics->groups, s.left = s.statistics->run - first % s.statistics->run;
+    return s;
 }
 
 static int shards_for(int64_t n, int threads) {
@@ -125,15 +130,15 @@ static uint64_t select_key(const Job *j, const void *const *parts, const int64_t
     int bits = top > base ? 64 - __builtin_clzll(top - base) : 0;
     int64_t work = parts ? 0 : j->n;
     for (int s = 0; parts && s < count; s++) work += sizes[s];
-    if (parts && count == 1 && work <= BISECT_TO) return j->k->bisect(parts[0], work, j->nan_key, rank);
+    if (parts && work <= BISECT_TO) return j->k->bisect(parts, sizes, count, base, top, rank);
     while (bits > 0) {
         int shift = MAX(bits - RADIX_BITS, 0);
         FOR_SHARDS(s, count, work) {
             memset(bins + (int64_t)s * BINS, 0, BINS * sizeof *bins);
-            if (parts) j->k->histogram(parts[s], sizes[s], j->nan_key, base, bits, shift, bins + (int64_t)s * BINS);
+            if (parts) j->k->histogram((Source){.x = parts[s]}, sizes[s], j->nan_key, base, bits, shift, bins + (int64_t)s * BINS);
             else
                 for (int64_t c = share(j->chunks, s, count); c < share(j->chunks, s + 1, count); c++)
-                    j->k->histogram(chunk_at(j, s, c), chunk_size(j->n, c), j->nan_key, base, bits, shift, bins + (int64_t)s * BINS);
+                    j->k->histogram(source_at(j, c * CHUNK), chunk_size(j->n, c), j->nan_key, base, bits, shift, bins + (int64_t)s * BINS);
         }
         for (int b = BINS - 1; b >= 0; b--) {
             int64_t here = 0;
@@ -157,7 +162,7 @@ typedef struct {
 
 static Sampling plan_sampling(const Job *j) {
     Sampling p = {0};
-    if (j->n < SAMPLE_FROM) return p;
+    if (j->n < SAMPLE_FROM) return p.sample = j->n, p; /* all of it: the bracket is the threshold */
     p.sample = MIN((int64_t)(pow((double)j->n, 2.0 / 3) / 2), SAMPLE_MOST);
     double q = (double)j->kept / (double)j->n, expected;
     p.rank = q * p.sample;
@@ -167,29 +172,20 @@ static Sampling plan_sampling(const Job *j) {
     return p;
 }
 
-/* The keys that the kernel of that name gathers, of x normalised. */
-static void gather_normalised(const Job *j, int64_t stride, int64_t begin, int64_t end, uint32_t *out) {
-    const float *x = (const float *)j->x;
-    Statistics t = j->statistics;
-    for (int64_t i = begin; i < end; i++) {
-        __builtin_prefetch(x + place_in_stratum(i + 16, stride));
-        int64_t at = place_in_stratum(i, stride), group = at / t.run % t.groups;
-        float hat = normalised(x[at], t.mean[group], t.rstd[group]);
-        memcpy(&out[i], &hat, sizeof hat);
-        out[i] = key_of_portable_32(out[i], (uint32_t)j->nan_key);
-    }
-}
-
 /* A bracket that holds the k-th largest key with high probability. */
 static Bracket sample_bracket(const Job *j, Sampling p, void *room, int64_t *bins) {
     FOR_SHARDS(s, j->shards, p.sample) {
         int64_t stride = j->n / p.sample, begin = share(p.sample, s, j->shards), end = share(p.sample, s + 1, j->shards);
-        if (j->normalised) gather_normalised(j, stride, begin, end, room);
-        else j->k->gather(j->x, stride, begin, end, j->nan_key, room);
+        j->k->gather(source_at(j, 0), stride, begin, end, j->nan_key, room);
     }
-    int64_t rank_hi = (int64_t)(p.rank - p.margin), rank_lo = (int64_t)(p.rank + p.margin) + 1;
     const void *part = room;
     Bracket b = {0, j->nan_key};
+    if (p.sample == j->n) {
+        int64_t rank = j->kept;
+        b.lo = b.hi = select_key(j, &part, &p.sample, 1, 0, j->nan_key, &rank, bins);
+        return b;
+    }
+    int64_t rank_hi = (int64_t)(p.rank - p.margin), rank_lo = (int64_t)(p.rank + p.margin) + 1;
     if (rank_hi >= 1) b.hi = select_key(j, &part, &p.sample, 1, 0, j->nan_key, &rank_hi, bins);
     if (rank_lo <= p.sample) b.lo = select_key(j, &part, &p.sample, 1, 0, j->nan_key, &rank_lo, bins);
     return b;
@@ -200,7 +196,7 @@ static Chunk count_chunks(const Job *j, Bracket b, Chunk *chunks, char *room, in
         char *at = room + (int64_t)s * room_each * j->width;
         int64_t left = room_each;
         for (int64_t c = share(j->chunks, s, j->shards); c < share(j->chunks, s + 1, j->shards); c++) {
-            j->k->count(chunk_at(j, s, c), chunk_size(j->n, c), j->nan_key, b, &chunks[c], at, left);
+            j->k->count(source_at(j, c * CHUNK), chunk_size(j->n, c), j->nan_key, b, &chunks[c], at, left);
             left -= chunks[c].stored;
             at += chunks[c].stored * j->width;
         }
@@ -271,12 +267,7 @@ static int run(Job j, void *values, uint8_t *mask) {
     int ok = chunks && bins && room, fresh = is_fresh(values, j.kept * width);
     if (ok) {
         if (fresh) fault_in(room, need * width);
-        Bracket b;
-        if (p.sample) b = sample_bracket(&j, p, room, bins);
-        else {
-            const void *all = chunk_at(&j, 0, 0);
-            b.lo = b.hi = select_key(&j, &all, &j.n, 1, 0, j.nan_key, &ties, bins);
-        }
+        Bracket b = sample_bracket(&j, p, room, bins);
         uint64_t t = find_threshold(&j, &b, chunks, room, p.room_each, bins, &ties);
         place_chunks(&j, b, t, ties, chunks);
         FOR_SHARDS(s, j.shards, j.n) { /* from the last chunk to the first: what count read last is still in the cache */
@@ -288,7 +279,7 @@ static int run(Job j, void *values, uint8_t *mask) {
                     fault_in(mask + next * (CHUNK / 8), (MIN(ready * CHUNK, j.n) - next * CHUNK) / 8);
                     ready = next;
                 }
-                j.k->pack(chunk_at(&j, s, c), chunk_size(j.n, c), j.nan_key, t, &chunks[c], (char *)values + chunks[c].offset * width, mask + c * (CHUNK / 8));
+                j.k->pack(source_at(&j, c * CHUNK), chunk_size(j.n, c), j.nan_key, t, &chunks[c], (char *)values + chunks[c].offset * width, mask + c * (CHUNK / 8));
             }
         }
     }
@@ -312,11 +303,9 @@ EXPORT int sfx_compress(const void *x, int64_t n, int64_t width, uint64_t inf, i
  * there are statistics take turns. */
 EXPORT int sfx_compress_normalised(const float *x, int64_t n, const float *mean, const float *rstd, int64_t length, int64_t groups, int64_t kept, float *values, uint8_t *mask, int threads) {
     Job j = job(x, n, sizeof *x, 0x7f800000, kept, threads);
-    j.statistics = (Statistics){mean, rstd, length, groups};
-    j.normalised = malloc((size_t)((j.shards - 1) * CHUNK + MIN(n, CHUNK)) * sizeof *x);
-    int status = j.normalised ? run(j, values, mask) : -1;
-    free(j.normalised);
-    return status;
+    Statistics statistics = {mean, rstd, length, groups};
+    j.statistics = &statistics;
+    return run(j, values, mask);
 }
 
 /* ---- decompress ---- */

@@ -21,7 +21,7 @@ from surgeon_fx.kernels.backends import active_backend, define_op
 from surgeon_fx.kernels.compress import check_parts
 from surgeon_fx.kernels.norm_grad import reference
 
-SHORTEST_RUN = 16  # elements of a channel in one sample, or of a row: shorter runs are dearer than restoring
+SHORTEST_RUN = 64  # elements of a channel in one sample, or of a row: shorter runs are dearer than restoring
 
 
 def norm_grad_pays(values: Tensor, bitmask: Tensor, run: int) -> bool:
