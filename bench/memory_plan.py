@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import surgeon_fx
 from surgeon_fx import plan
-from surgeon_fx.commands import Parser, answer
+from surgeon_fx.commands import Parser, answer, leave
 from surgeon_fx.modules import trains
 from surgeon_fx.planner import methods
 from surgeon_fx.planner.measure import measured_peak
@@ -112,4 +112,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

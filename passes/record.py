@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -44,7 +45,8 @@ def tensors_on_modules(model: nn.Module) -> Iterator[Tensor]:
     """Parameters, buffers, and tensors that are plain attributes."""
     for module in model.modules():
         for key, value in module.__dict__.items():
-            if value is not None and key not in ("_modules", "training"):
+            empty = isinstance(value, CONSTANTS) or (isinstance(value, dict) and not value)  # as most of them are
+            if key != "_modules" and not empty:
                 yield from (x for x in tree_leaves(value) if isinstance(x, Tensor))
 
 
@@ -194,4 +196,5 @@ class Recorder(Interpreter):
         if any(id(x) in self.made for x in tensors_on_modules(self.model)):
             raise CannotRecord("a tensor is left on a module")
         self.graph.output(tuple(self._value(x) for x in leaves if isinstance(x, Tensor)))
-        return fx.GraphModule(nn.Module(), self.graph), self.given
+        with _use_lazy_graph_module(True):  # plans run it node by node: its code is written if it is called
+            return _make_graph_module(nn.Module(), self.graph), self.given

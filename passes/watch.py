@@ -52,8 +52,10 @@ class WatchedGraph(fx.Interpreter):
         self.running: tuple[str, Tensor | None, int] = ("", None, 0)
 
     def run_node(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        call = getattr(self, n.op)
         if n.op in ("placeholder", "get_attr"):
-            return super().run_node(n)
+            return call(n.target, args, kwargs)
         running = [self.names[one] for one in modules_around(n) if one in self.names]
         self.watcher.path[:] = [path := running[-1] if running else ""]
         layer = next((name for name in reversed(running) if name in self.layers), "") if n.op != "output" else ""
@@ -61,8 +63,9 @@ class WatchedGraph(fx.Interpreter):
             self._leave()
             self.running = (layer, None, 0)
         if layer and self.running[1] is None:
-            self.running = (layer, self._first_activation(n), 0)
-        result = super().run_node(n)
+            given = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point())
+            self.running = (layer, next(given, None), 0)
+        result = call(n.target, args, kwargs)
         if n.op != "output":
             if torch.is_grad_enabled():
                 leave_origin(result, path, source_line(n))
@@ -70,10 +73,6 @@ class WatchedGraph(fx.Interpreter):
                 size = sum(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))
                 self.running = (layer, self.running[1], size)
         return result if n.users or n.op == "output" else None  # what nobody reads is gone at once
-
-    def _first_activation(self, n: fx.Node) -> Tensor | None:
-        leaves = tree_leaves(self.fetch_args_kwargs_from_env(n))
-        return next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
 
     def _leave(self) -> None:
         layer, x, size = self.running
@@ -83,7 +82,8 @@ class WatchedGraph(fx.Interpreter):
 
 def leave_origin(result: Any, layer: str, source: str) -> None:
     """Writes an origin on the autograd nodes behind a result that have none yet."""
-    ahead: list[Any] = [x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor)]
+    results = (result,) if isinstance(result, Tensor) else tree_leaves(result)
+    ahead: list[Any] = [x.grad_fn for x in results if isinstance(x, Tensor)]
     while ahead:
         node = ahead.pop()
         if node is None or ORIGIN in node.metadata:

@@ -34,7 +34,7 @@ from surgeon_fx.passes.capture import Backend
 from surgeon_fx.passes.record import CannotRecord, record, tensors_on_modules
 from surgeon_fx.passes.watch import Watcher
 from surgeon_fx.planner.arithmetic import LayerInput, Saving
-from surgeon_fx.planner.program import Program, fake_like, planned_device
+from surgeon_fx.planner.program import Program, meta_like, planned_device
 from surgeon_fx.planner.unsharded import gathered_dtypes, without_sharding
 from surgeon_fx.retained import nodes, saved_by, storages
 
@@ -48,7 +48,7 @@ class Facts:
     rows: list[Row]
     saved_bytes: int
     layers: list[LayerInput]
-    savings: list[Saving]
+    savings: list[Saving]  # of a forward alone
     timeline: list[tuple[str, int]] = field(default_factory=list)  # live bytes after each operation, and where
     forward_operations: int = 0
 
@@ -113,10 +113,13 @@ def _twin(model: nn.Module, fake: Program, trained: Mapping[int, bool], device: 
     memo: dict[int, Any] = {}
     dtypes = gathered_dtypes(model)
     for parameter in model.parameters():
-        like = fake_like(parameter, fake, device, dtypes.get(id(parameter)))
-        memo[id(parameter)] = new = nn.Parameter(like, requires_grad=trained[id(parameter)])
-        new.grad = like if new.requires_grad else None  # already there, as after a first step
-    memo |= {id(x): fake_like(x, fake, device) for x in tensors_on_modules(model) if id(x) not in memo}
+        empty = meta_like(parameter).to(dtypes.get(id(parameter), parameter.dtype))
+        where = planned_device(parameter, device)
+        memo[id(parameter)] = new = fake.fake(empty, where, requires_grad=trained[id(parameter)])
+        new._is_param = True  # as nn.Parameter does, which takes longer
+        new.grad = fake.fake(empty, where) if new.requires_grad else None  # already there, as after a first step
+    others = (x for x in tensors_on_modules(model) if id(x) not in memo)
+    memo |= {id(x): fake.fake(meta_like(x), planned_device(x, device)) for x in others}
     twin = copy.deepcopy(without_sharding(model), memo)
     for module in twin.modules():
         if (forward := module.__dict__.get("_original_forward")) is not None:  # accelerate's runs the model, not a copy
@@ -135,8 +138,7 @@ def _watched(model: nn.Module, path: list[str], left: Callable[[str, Tensor, int
         return
 
     def done(name: str, module: nn.Module, called: Any, output: Any) -> None:
-        x = first_tensor(called)
-        if x is not None and is_layer(module):
+        if is_layer(module) and (x := first_tensor(called)) is not None:
             left(name, x, sum(y.nbytes for y in tree_leaves(output) if isinstance(y, Tensor)))
 
     with module_path(model, path, done), observed(model, watcher) if is_transformed(model) else watcher:
@@ -200,7 +202,7 @@ def step(
             outputs = forward()
         forward_operations = len(fake.timeline)
         found = explain_outputs(copied, outputs, transformed)
-        savings = _savings(copied, outputs)
+        savings = [] if backward else _savings(copied, outputs)
         tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
         if backward and tensors:
             del outputs

@@ -53,9 +53,12 @@ class WithoutNumbers(TorchFunctionMode):
     FILLS = frozenset({"normal_", "uniform_", "fill_", "zero_", "erfinv_", "mul_", "add_", "clamp_"})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and getattr(func, "__name__", "") in self.FILLS and isinstance(args[0], Tensor) and args[0].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in self.FILLS:
+            filled = args[0] if args else kwargs.get("tensor")  # functions of `nn.init` come with names alone
+            if isinstance(filled, Tensor) and filled.is_meta:
+                return filled
+        return func(*args, **kwargs)
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, real: bool = False) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from surgeon_fx.kernels.backends import FAKES
 
@@ -24,15 +24,27 @@ class Program(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.path: list[str] = []  # ends with the module that runs
         self.inside = self.counting = False
+        self.blanks: dict[torch.device, FakeTensor] = {}
         self.begin(())
 
     def begin(self, there: Iterable[Any]) -> None:
         """Counts from zero; the tensors among `there` were there before."""
         self.live, self.timeline = 0, list[tuple[str, int]]()
-        self.known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self.known: dict[int, weakref.ref[Any]] = {}  # storages by their identity
         for x in there:
             if isinstance(x, Tensor):
-                self.known[x.untyped_storage()] = None
+                self._follow(x.untyped_storage(), 0)
+
+    def fake(self, x: Tensor, device: torch.device, requires_grad: bool = False) -> FakeTensor:
+        """`FakeTensor(self, x, device)` for a sixth of the time: what that sets on every fake is taken from a first."""
+        if device not in self.blanks:
+            self.blanks[device] = FakeTensor(self, torch.empty(0, device="meta"), device)
+        made: FakeTensor = Tensor._make_subclass(
+            FakeTensor, x, requires_grad, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made.__dict__.update(self.blanks[device].__dict__)
+        return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:
@@ -48,13 +60,14 @@ class Program(FakeTensorMode):
                     result = _with_real_statistics(args[0], args[NORMS[func]], result)
         finally:
             self.inside = False
+        if not self.counting:
+            return result
         born = False
         for x in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if self.counting and isinstance(x, Tensor) and (storage := x.untyped_storage()) not in self.known:
-                self.known[storage] = None
+            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in self.known:
                 size, born = storage.nbytes(), True
                 self.live += size
-                weakref.finalize(storage, self._died, size, self.timeline)
+                self._follow(storage, size)
         if born:
             self.timeline.append((self.path[-1] if self.path else "", self.live))
             if func is aten.add.Tensor and in_backward():
@@ -71,10 +84,10 @@ class Program(FakeTensorMode):
         if func in VIEWS:
             with in_kernel_invocation_manager(self):
                 alias = func(*args, **kwargs)
-            return FakeTensor(self, alias, device)
+            return self.fake(alias, device)
         if func in FAKES:
             made = FAKES[func](*(meta_like(x) if isinstance(x, Tensor) else x for x in args), **kwargs)
-            return tree_map_only(Tensor, lambda x: FakeTensor(self, x, device), made)
+            return self.fake(made, device) if isinstance(made, Tensor) else tuple(self.fake(x, device) for x in made)
         return None
 
     def _remembered(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -84,7 +97,7 @@ class Program(FakeTensorMode):
         """
         key = _described((func, torch.get_default_dtype(), *args, *kwargs.items())) if _is_pure(func) else None
         if key is not None and (known := self.results.get(key)) is not None:
-            made = [None if one is None else FakeTensor(self, _empty(one), one[3]) for one in known]
+            made = [None if one is None else self.fake(_empty(one), one[3]) for one in known]
             return made[0] if len(func._schema.returns) == 1 else tuple(made)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if key is not None:
@@ -106,9 +119,15 @@ class Program(FakeTensorMode):
         if (size := storage.nbytes()) == result.untyped_storage().nbytes():
             weakref.finalize(storage, _forget_last, timeline, operations, size)
 
-    def _died(self, size: int, timeline: list[tuple[str, int]]) -> None:
-        if timeline is self.timeline:  # not of a count that is over
+    def _follow(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Until it dies, or another count begins and drops the reference."""
+        key = storage._cdata
+
+        def died(_: Any) -> None:
+            del self.known[key]
             self.live -= size
+
+        self.known[key] = weakref.ref(storage, died)
 
 
 def in_backward() -> bool:
@@ -170,10 +189,14 @@ MOST_RESULTS = 20_000
 SCALARS = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
-IN_PLACE = {aten.add_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.sub_.Tensor, aten.relu_.default}
+IN_PLACE = {
+    *(aten.add_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.sub_.Tensor, aten.relu_.default),
+    *(aten.div_.Scalar, aten.bernoulli_.float),
+}
 VIEWS = {
     *(aten.detach.default, aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default),
     *(aten.select.int, aten.unsqueeze.default, aten.expand.default, aten.as_strided.default, aten.slice.Tensor),
+    aten._unsafe_view.default,
 }
 
 
@@ -189,11 +212,6 @@ def _with_real_statistics(x: Tensor, weight: Tensor | None, result: Any) -> Any:
     if x.device.type != "cpu" or weight is None or weight.dtype is not torch.float32 or x.dtype is torch.float32:
         return result
     return (result[0], *(statistic.to(weight.dtype) for statistic in result[1:]))
-
-
-def fake_like(x: Tensor, fake: FakeTensorMode, device: str, dtype: torch.dtype | None = None) -> Tensor:
-    """Built from its parts: the same as `torch.empty_like` in the mode, for a third of the time."""
-    return FakeTensor(fake, meta_like(x).to(dtype or x.dtype), planned_device(x, device))
 
 
 def planned_device(x: Tensor, device: str) -> torch.device:
