@@ -31,6 +31,7 @@ enum { AHEAD = 2 }; /* lists between fetching what one needs from memory and its
 enum {
     TILE_BYTES = 24 << 10,       /* a tile, of a first level cache of 32 KiB or more */
     LONG_TILE_BYTES = 256 << 10, /* where few elements meet few taps: rather the second level than a start for each of them */
+    FETCHED = 12,               /* rows of g between fetching one from memory and copying it */
     BLOCK = 64,                 /* places of g that are widened to float at once */
 };
 
@@ -99,6 +100,7 @@ static void fill_run(const Grad *j, const Work *w, int64_t sample, int64_t chann
     if (j->g_last) {
         int64_t at = (sample * j->g_places + place) * all + channel;
         for (int64_t i = 0; i < n; i++, at += all, tile += j->width) {
+            for (int64_t line = 0; line < channels; line += 16) __builtin_prefetch((const char *)j->g + (at + FETCHED * all + line) * (j->type == FLOAT32 ? 4 : 2));
             memcpy(tile, floats_at(j, at, 0, 1, channels, w->wide, &wide_row), (size_t)channels * 4);
             memset(tile + channels, 0, (size_t)(j->width - channels) * 4);
         }
@@ -174,20 +176,24 @@ static void run_tile(const Grad *j, const Work *w, int64_t t, int64_t part, floa
     write_out(j, w, t, begin, end, dw);
 }
 
+/* Where one tap is in each dimension. */
+static void tap_at(const Dim *d, int64_t tap, int64_t *at) { at[0] = tap / (d[1].taps * d[2].taps), at[1] = tap / d[2].taps % d[1].taps, at[2] = tap % d[2].taps; }
+
 /* Classes, their taps, and the order in which taps are summed. Returns the most taps that a class has. */
 static int64_t sort_taps(Grad *j) {
     const Dim *d = j->dim;
-    int64_t found = 0, most = 0;
-    for (int64_t class = 0; class < j->classes; class++) {
-        j->tap_start[class] = found;
-        for (int64_t t = 0; t < j->taps; t++) {
-            int64_t at[3] = {t / (d[1].taps * d[2].taps), t / d[2].taps % d[1].taps, t % d[2].taps};
-            int64_t its = (tap_phase(&d[0], at[0]) * phases(&d[1]) + tap_phase(&d[1], at[1])) * phases(&d[2]) + tap_phase(&d[2], at[2]);
-            if (its == class) j->tap_index[found] = t, j->tap_place[t] = found++;
-        }
-        most = MAX(most, found - j->tap_start[class]);
+    int64_t most = 0, at[3];
+    memset(j->tap_start, 0, (size_t)(j->classes + 1) * sizeof *j->tap_start);
+    for (int64_t t = 0; t < j->taps; t++) {
+        tap_at(d, t, at);
+        j->tap_place[t] = (tap_phase(&d[0], at[0]) * phases(&d[1]) + tap_phase(&d[1], at[1])) * phases(&d[2]) + tap_phase(&d[2], at[2]); /* its class */
+        int64_t count = ++j->tap_start[j->tap_place[t] + 1];
+        most = MAX(most, count);
     }
-    j->tap_start[j->classes] = found;
+    for (int64_t class = 0; class < j->classes; class++) j->tap_start[class + 1] += j->tap_start[class];
+    for (int64_t t = 0; t < j->taps; t++) j->tap_index[j->tap_place[t] = j->tap_start[j->tap_place[t]]++] = t;
+    for (int64_t class = j->classes; class > 0; class--) j->tap_start[class] = j->tap_start[class - 1];
+    j->tap_start[0] = 0;
     return most;
 }
 
@@ -238,7 +244,8 @@ static void make_table(Grad *j) {
         j->class_of[at] = j->class_of[i];
     }
     for (int64_t t = 0; t < j->taps; t++) {
-        int64_t tap = j->tap_index[t], place[3] = {tap / (d[1].taps * d[2].taps), tap / d[2].taps % d[1].taps, tap % d[2].taps};
+        int64_t place[3];
+        tap_at(d, j->tap_index[t], place);
         j->tap_shift[t] = (shift(&d[0], place[0]) * j->pitch[0] + shift(&d[1], place[1]) * j->pitch[1] + shift(&d[2], place[2])) * j->width;
     }
 }

@@ -98,14 +98,14 @@ INLINE void FN(accumulate_list)(const List *list, const float *tile, const int64
 }
 
 static void FN(accumulate)(const Grad *j, const List *lists, int64_t n, const float *tile, float *sums) {
-    for (int64_t i = 0; i < n; i++) {
+    for (int64_t i = 0; i < n && lists[i].n; i++) {
         const List *list = lists + i, *soon = lists + MIN(i + AHEAD, n - 1);
         int64_t taps = j->tap_start[list->class];
         const float *later = sums + (soon->channel * j->taps + j->tap_start[soon->class]) * j->width;
         __builtin_prefetch(soon->at);
         __builtin_prefetch(soon->values);
         for (int line = 0; line < 4; line++) __builtin_prefetch(later + line * 16);
-        if (list->n) FN(accumulate_list)(list, tile, j->tap_shift + taps, j->tap_start[list->class + 1] - taps, j->width, sums + (list->channel * j->taps + taps) * j->width);
+        FN(accumulate_list)(list, tile, j->tap_shift + taps, j->tap_start[list->class + 1] - taps, j->width, sums + (list->channel * j->taps + taps) * j->width);
     }
 }
 
@@ -153,6 +153,7 @@ static void FN(turn)(const float *from, int64_t row, int64_t rows, int64_t n, fl
         int64_t end = MIN(begin + 16, n), whole = begin + (end - begin) / 4 * 4, k = 0;
         while (k + 4 <= rows) {
             int64_t some = k + FN(TURNED) <= rows ? FN(TURNED) : 4;
+            for (int64_t r = k; r < k + some; r++) __builtin_prefetch(from + r * row + begin + 16);
             if (some == 4) for (int64_t i = begin; i < whole; i += 4) FN(turn4)(from + k * row + i, row, to + i * to_row + k, to_row);
             else for (int64_t i = begin; i < whole; i += 4) FN(turn_wide)(from + k * row + i, row, to + i * to_row + k, to_row);
             for (int64_t i = whole; i < end; i++)

@@ -14,6 +14,7 @@ enum {
     SPARE = 16,          /* entries that a register may write beyond the last of a list */
     LONGEST = 63,        /* longer lists are not sorted by length, nor by taps those with more than MANY_TAPS */
     MANY_TAPS = 4,
+    BUCKETS = (MANY_TAPS + 1) * (LONGEST + 1) + 1,
 };
 
 typedef struct {
@@ -145,27 +146,30 @@ static void list_shard(const Grad *j, const Work *w, int s, int shards, const in
     }
 }
 
-/* The lists of a chunk, each part by itself, by number of taps and by length: the end of a loop over a list comes where it
+/* Of the lists of so many taps and so many elements. */
+INLINE int64_t *bucket(int64_t *starts, int64_t taps, int64_t n) { return starts + (n ? MIN(taps, MANY_TAPS) * (LONGEST + 1) + MIN(n, LONGEST) : BUCKETS - 1); }
+
+/* The lists of a chunk, each part by itself, by number of taps and by length, empty ones last: the end of a loop over a list comes where it
  * came for the one before, which a processor foresees. */
 static void sort_lists(const Grad *j, int64_t chunk) {
     for (int64_t part = 0; part < j->groups * j->parts; part++) {
         int64_t group = part / j->parts * j->in, begin = group + part_begin(j, part % j->parts), end = group + part_begin(j, part % j->parts + 1);
-        int64_t first = (chunk * j->groups * j->in + begin) * j->classes, n = (end - begin) * j->classes, starts[MANY_TAPS + 1][LONGEST + 1] = {{0}}, used = 0;
+        int64_t first = (chunk * j->groups * j->in + begin) * j->classes, n = (end - begin) * j->classes, starts[BUCKETS] = {0}, used = 0;
         List *made = j->made + first;
         for (int64_t i = 0, channel = 0, class = 0; i < n; i++) {
             int64_t taps = j->tap_start[class + 1] - j->tap_start[class];
             if (!taps) made[i].n = 0;
             made[i].channel = (int32_t)channel, made[i].class = (int32_t)class;
-            starts[MIN(taps, MANY_TAPS)][MIN(made[i].n, LONGEST)]++;
+            (*bucket(starts, taps, made[i].n))++;
             if (++class == j->classes) class = 0, channel++;
         }
-        for (int64_t *at = starts[0]; at < starts[0] + (MANY_TAPS + 1) * (LONGEST + 1); at++) {
-            int64_t here = *at;
-            *at = used, used += here;
+        for (int64_t i = 0; i < BUCKETS; i++) {
+            int64_t here = starts[i];
+            starts[i] = used, used += here;
         }
         for (int64_t i = 0; i < n; i++) {
             int64_t taps = j->tap_start[made[i].class + 1] - j->tap_start[made[i].class];
-            j->lists[first + starts[MIN(taps, MANY_TAPS)][MIN(made[i].n, LONGEST)]++] = made[i];
+            j->lists[first + (*bucket(starts, taps, made[i].n))++] = made[i];
         }
     }
 }
