@@ -234,7 +234,9 @@ static void make_table(Grad *j) {
             for (int64_t x = 0; x < d[2].size; x++, at++) {
                 int64_t class = lines * phases(&d[2]) + own;
                 j->table[at] = (int32_t)((line + place) * j->width);
-                j->class_of[at] = (int32_t)(j->tap_start[class] == j->tap_start[class + 1] ? j->classes : class);
+                int64_t taps = j->tap_start[class + 1] - j->tap_start[class];
+                j->class_of[at] = (int32_t)(taps ? class : j->classes);
+                if (taps) j->met[at / WORD] |= 1ull << at % WORD;
                 if (j->transposed) place += d[2].stride;
                 else if (++own == d[2].stride) own = 0, place++;
             }
@@ -292,8 +294,9 @@ EXPORT int sfx_weight_grad(const void *g, const float *values, int64_t kept, con
     /* Input channels are cut too where tiles alone cannot be shared evenly. */
     int64_t tiles = j.groups * j.tiles;
     j.parts = tiles % threads == 0 || tiles >= 4 * threads ? 1 : MAX(1, MIN(j.in / 16, threads));
-    j.table = malloc((size_t)(j.chunk_places + WORD) * 8);
-    if (!j.table) goto done;
+    j.met = calloc((size_t)(j.chunk_places / WORD + 1) + (size_t)(j.chunk_places + WORD), 8);
+    if (!j.met) goto done;
+    j.table = (int32_t *)(j.met + j.chunk_places / WORD + 1);
     j.class_of = j.table + j.chunk_places + WORD;
     make_table(&j);
     status = make_lists(&j, threads);
@@ -313,7 +316,7 @@ done:
     free(j.starts);
     free(j.block);
     free(j.tap_start);
-    free(j.table);
+    free(j.met);
     free(works);
     return status;
 }

@@ -36,6 +36,7 @@ typedef struct {
     int64_t parts;                        /* that the input channels of a group are cut into */
     int32_t *table;                       /* of each place of a chunk: where its output places start in the tile */
     int32_t *class_of;                    /* and its class: which taps it meets; `classes` if none */
+    uint64_t *met;                        /* bits of the places of a sample's chunk that meet a tap */
     int64_t *tap_start, *tap_shift, *tap_index, *tap_place; /* the taps of each class, their shift in the tile, which they are; of each tap the place among these */
     int64_t *starts;                      /* of the values of each run: a sample's channel, or where x_last a place */
     List *made, *lists;                   /* by chunk, channel of all groups, and class; then each part of a chunk by length */

@@ -20,11 +20,12 @@ enum {
 typedef struct {
     int64_t (*count)(Bits bits, int64_t n);
     int64_t (*list)(Bits bits, int64_t n, const int32_t *table, int64_t most, int32_t *out);
-    int64_t (*list_two)(Bits bits, int64_t n, const int32_t *table, const int32_t *other, int64_t most, int32_t *out, int32_t *other_out);
+    int64_t (*list_met)(Bits bits, int64_t n, const uint64_t *met, const int32_t *classes, const int32_t *table, const float *values, int64_t readable, int64_t most,
+                        int64_t *seen, int32_t *out_classes, int32_t *out, float *out_values);
     uint32_t (*largest)(const float *values, int64_t n);
 } ListKernels;
 
-#define LIST(isa) {count_##isa##_32, list_##isa##_32, list_two_##isa##_32, largest_##isa##_32}
+#define LIST(isa) {count_##isa##_32, list_##isa##_32, list_met_##isa##_32, largest_##isa##_32}
 
 static const ListKernels tables[ISAS] = {
 #ifdef SFX_X86
@@ -80,31 +81,30 @@ static void place(const Grad *j, List *lists, int64_t count, int64_t first, cons
     }
 }
 
-/* The lists of one channel in one chunk, where channels are planes. Its entries are from *next to `end`; *done is how many
- * values of this sample's run were listed in earlier chunks. The two move apart if the mask changes: entries that a list has
- * are not given away again, because the taps of one class may reach out of the tile from the places of another. */
-static void list_plane(const Grad *j, const Work *w, int64_t chunk, int64_t channel, int64_t end, int64_t *next, int64_t *done) {
+/* The lists of one channel in one chunk, where channels are planes. Its entries start at *next; *done is how many values of
+ * this sample's run earlier chunks have passed. Entries are never more than what was passed, and that never more than the
+ * run has values, whatever the mask says now. */
+static void list_plane(const Grad *j, const Work *w, int64_t chunk, int64_t channel, int64_t *next, int64_t *done) {
     const ListKernels *k = &tables[active_isa];
     int64_t inner = j->dim[1].size * j->dim[2].size, all = j->groups * j->in, bytes = (j->batch * all * j->places + 7) / 8;
     int64_t sample = chunk / j->row_chunks * j->samples, samples = MIN(j->samples, j->batch - sample), row = chunk % j->row_chunks * j->rows;
-    int64_t n = MIN(j->rows, j->dim[0].size - row) * inner, found = 0, seen = *done;
-    int straight = j->classes == 1 && samples == 1;
+    int64_t n = MIN(j->rows, j->dim[0].size - row) * inner, found = 0, passed = 0;
     List *lists = j->made + (chunk * all + channel) * j->classes;
+    lists->at = j->at + *next, lists->values = j->copied + *next;
     for (int64_t s = 0; s < samples; s++) {
-        int64_t run = (sample + s) * all + channel, start = j->starts[run] + *done;
-        int64_t most = MIN(j->starts[run + 1] - start, end - *next - found), some; /* what there is room for, whatever the mask says now */
+        int64_t run = (sample + s) * all + channel, start = j->starts[run] + *done, most = j->starts[run + 1] - start, first = s * j->places;
         Bits bits = {j->mask, bytes, run * j->places + row * inner};
-        const int32_t *table = j->table + s * j->places;
-        if (j->classes == 1) some = k->list(bits, n, table, most, j->at + *next + found);
-        else some = k->list_two(bits, n, j->class_of + s * j->places, table, most, w->list + found, w->at + found);
-        if (straight) lists->at = j->at + *next, lists->values = j->values + start, lists->n = some;
-        else memcpy((j->classes == 1 ? j->copied + *next : w->values) + found, j->values + start, (size_t)some * 4);
-        found += some;
-        if (samples == 1) seen = start + some - j->starts[run];
+        if (j->classes == 1) {
+            passed = k->list(bits, n, j->table + first, most, j->at + *next + found);
+            if (samples == 1) lists->values = j->values + start; /* where they are */
+            else memcpy(j->copied + *next + found, j->values + start, (size_t)passed * 4);
+            found += passed;
+        } else
+            found += k->list_met(bits, n, j->met, j->class_of + first, j->table + first, j->values + start, j->kept - start, most, &passed, w->list + found, w->at + found, w->values + found);
     }
     if (j->classes > 1) place(j, lists, j->classes, *next, w, w->values, found);
-    else if (!straight) lists->at = j->at + *next, lists->values = j->copied + *next, lists->n = found;
-    *done = seen;
+    else lists->n = found;
+    if (samples == 1) *done += passed;
     *next += found;
 }
 
@@ -137,11 +137,11 @@ static void list_shard(const Grad *j, const Work *w, int s, int shards, const in
     for (int64_t sample = 0, chunk = 0; sample < j->batch; sample += j->samples, chunk += j->row_chunks) {
         int64_t first = j->starts[sample * all] + sample * all * SPARE, samples = MIN(j->samples, j->batch - sample);
         for (int64_t channel = 0; channel < share(all, s + 1, shards); channel++) {
-            int64_t done = 0, next = first, end = first;
-            for (int64_t i = sample; i < sample + samples; i++) end += j->starts[i * all + channel + 1] - j->starts[i * all + channel];
+            int64_t done = 0, next = first;
             if (channel >= share(all, s, shards))
-                for (int64_t r = 0; r < j->row_chunks; r++) list_plane(j, w, chunk + r, channel, end, &next, &done);
-            first = end + SPARE;
+                for (int64_t r = 0; r < j->row_chunks; r++) list_plane(j, w, chunk + r, channel, &next, &done);
+            for (int64_t i = sample; i < sample + samples; i++) first += j->starts[i * all + channel + 1] - j->starts[i * all + channel];
+            first += SPARE;
         }
     }
 }

@@ -7,25 +7,45 @@ static int64_t FN(count)(Bits bits, int64_t n) {
     return found;
 }
 
-/* Entries of a table, and of another if there is one, for the kept elements among n: at most `most` of them. Returns how
- * many. Tables and outputs have room for whole registers. */
-INLINE int64_t FN(list_tables)(Bits bits, int64_t n, const int32_t *table, const int32_t *other, int64_t most, int32_t *out, int32_t *other_out) {
+/* Entries of a table for the kept elements among n: at most `most` of them. Returns how many. Table and output have room for
+ * whole registers. */
+static int64_t FN(list)(Bits bits, int64_t n, const int32_t *table, int64_t most, int32_t *out) {
     int64_t found = 0;
     for (int64_t i = 0; i < n; i += WORD) {
         uint64_t keep = within(bits_at(bits, i, MIN(WORD, n - i)), n - i, most - found);
         if (keep) EACH_STEP(s) {
             uint64_t m = keep >> s * LANES & low_bits(LANES);
             FN(compact)((key_t *)out + found, FN(load)(table + i + s * LANES), m);
-            if (other) FN(compact)((key_t *)other_out + found, FN(load)(other + i + s * LANES), m);
             found += __builtin_popcountll(m);
         }
     }
     return found;
 }
 
-static int64_t FN(list)(Bits bits, int64_t n, const int32_t *table, int64_t most, int32_t *out) { return FN(list_tables)(bits, n, table, NULL, most, out, NULL); }
-static int64_t FN(list_two)(Bits bits, int64_t n, const int32_t *table, const int32_t *other, int64_t most, int32_t *out, int32_t *other_out) {
-    return FN(list_tables)(bits, n, table, other, most, out, other_out);
+/* The same for the elements that meet a tap, by bits of their places, with their classes and values; *seen counts all kept
+ * elements, `most` of them at most. Of the values `readable` are left from the first on. */
+static int64_t FN(list_met)(Bits bits, int64_t n, const uint64_t *met, const int32_t *classes, const int32_t *table, const float *values, int64_t readable, int64_t most,
+                            int64_t *seen, int32_t *out_classes, int32_t *out, float *out_values) {
+    int64_t found = 0, passed = 0;
+    for (int64_t i = 0; i < n; i += WORD) {
+        uint64_t keep = within(bits_at(bits, i, MIN(WORD, n - i)), n - i, most - passed), mine = keep & met[i / WORD];
+        if (mine && readable - passed >= WORD) EACH_STEP(s) {
+            uint64_t all = keep >> s * LANES & low_bits(LANES), m = mine >> s * LANES & low_bits(LANES);
+            FN(compact)((key_t *)out_classes + found, FN(load)(classes + i + s * LANES), m);
+            FN(compact)((key_t *)out + found, FN(load)(table + i + s * LANES), m);
+            FN(compact)((key_t *)out_values + found, FN(expand_lanes)((const key_t *)values + passed, all), m);
+            found += __builtin_popcountll(m), passed += __builtin_popcountll(all);
+        } else { /* registers would read past the last value */
+            for (; mine; mine &= mine - 1, found++) {
+                int64_t bit = __builtin_ctzll(mine);
+                out_classes[found] = classes[i + bit], out[found] = table[i + bit];
+                out_values[found] = values[passed + __builtin_popcountll(keep & low_bits(bit))];
+            }
+            passed += __builtin_popcountll(keep);
+        }
+    }
+    *seen = passed;
+    return found;
 }
 
 /* The largest magnitude, as bits. */
