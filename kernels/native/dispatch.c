@@ -68,23 +68,3 @@ EXPORT int sfx_openmp(void) {
     return 0;
 #endif
 }
-
-/* Where the values of each of `count` runs of n elements start; one more entry for the end. NULL without memory. */
-int64_t *run_offsets(const uint8_t *mask, int64_t count, int64_t n, int threads) {
-    int64_t bytes = (count * n + 7) / 8, offset = 0;
-    int64_t *offsets = malloc((size_t)(count + 1) * sizeof *offsets);
-    if (!offsets) return NULL;
-    int shards = (int)MAX(1, MIN(count, threads));
-    FOR_SHARDS(s, shards, count * n / 8)
-        for (int64_t r = share(count, s, shards); r < share(count, s + 1, shards); r++) {
-            Bits bits = {mask, bytes, r * n};
-            offsets[r] = 0;
-            for (int64_t i = 0; i < n; i += WORD) offsets[r] += __builtin_popcountll(bits_at(bits, i, MIN(WORD, n - i)));
-        }
-    for (int64_t r = 0; r <= count; r++) {
-        int64_t here = r < count ? offsets[r] : 0;
-        offsets[r] = offset;
-        offset += here;
-    }
-    return offsets;
-}

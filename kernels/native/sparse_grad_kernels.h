@@ -3,50 +3,11 @@
 typedef float FN(floats) __attribute__((vector_size(4 * LANES)));
 #define floats FN(floats)
 
-/* Offsets of the kept elements among n, from a table with an entry for each: at most `most` of them. Returns how many.
- * Table and output have room for whole registers. */
-static int64_t FN(list)(Bits bits, int64_t n, const int32_t *table, int64_t most, int32_t *out) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < n; i += WORD) {
-        uint64_t keep = within(bits_at(bits, i, MIN(WORD, n - i)), n - i, most - found);
-        if (keep) EACH_STEP(s) {
-            uint64_t m = keep >> s * LANES & low_bits(LANES);
-            if (!m) continue;
-            FN(compact)((key_t *)out + found, FN(load)(table + i + s * LANES), m);
-            found += __builtin_popcountll(m);
-        }
-    }
-    return found;
-}
-
-/* The same for elements of one class, whose places `own` has the bits of; their values are copied too, `room` of them
- * at most. *start counts all elements. */
-static int64_t FN(list_class)(Bits bits, int64_t n, const int32_t *table, const uint64_t *own, const float *values, int64_t most, int64_t room, int64_t *start, int32_t *out, float *out_values) {
-    int64_t found = 0, seen = 0;
-    for (int64_t i = 0; i < n; i += WORD) {
-        uint64_t keep = within(bits_at(bits, i, MIN(WORD, n - i)), n - i, most - seen), mine = keep & own[i / WORD];
-        if (most - seen >= WORD) EACH_STEP(s) {
-            uint64_t all = keep >> s * LANES & low_bits(LANES), m = mine >> s * LANES & low_bits(LANES);
-            if (m && found + __builtin_popcountll(m) <= room) {
-                FN(compact)((key_t *)out + found, FN(load)(table + i + s * LANES), m);
-                FN(compact)((key_t *)out_values + found, FN(expand_lanes)((const key_t *)values + seen, all), m);
-                found += __builtin_popcountll(m);
-            }
-            seen += __builtin_popcountll(all);
-        } else for (; keep; keep &= keep - 1, seen++) { /* registers would read past the last value */
-            int64_t bit = __builtin_ctzll(keep);
-            if (own[i / WORD] >> bit & 1 && found < room) out[found] = table[i + bit], out_values[found++] = values[seen];
-        }
-    }
-    *start += seen;
-    return found;
-}
-
 /* sums[tap][...] += value * tile[at + shift[tap]][...] over n kept elements, for TAPS taps and VECTORS registers of output
  * channels. The sums stay in registers; STREAMS elements go side by side where there are too few to hide the latency. */
 INLINE void FN(taps)(const int32_t *at, const float *values, int64_t n, const float *tile, const int64_t *shift, float *sums, const int TAPS, const int VECTORS, const int STREAMS) {
-    floats sum[STREAMS][TAPS][VECTORS];
-    const float *base[TAPS];
+    floats sum[4][9][16]; /* what is used of it stays in registers, which it would not with sizes that look variable */
+    const float *base[9];
 #pragma GCC unroll 16
     for (int t = 0; t < TAPS; t++) {
         base[t] = tile + shift[t];
@@ -96,40 +57,56 @@ INLINE void FN(taps)(const int32_t *at, const float *values, int64_t n, const fl
 }
 
 #define TAPS_CASE(COUNT, VECTORS, STREAMS) \
-    for (; taps - t >= COUNT; t += COUNT) FN(taps)(at, values, n, tile, shift + t, sums + t * VECTORS * LANES, COUNT, VECTORS, STREAMS)
+    for (; taps - t >= COUNT; t += COUNT) FN(taps)(list->at, list->values, list->n, tile, shift + t, sums + t * VECTORS * LANES, COUNT, VECTORS, STREAMS)
 
-/* All taps of a list, for a tile of 16 or 32 output channels, `width`: as many taps at once as there are registers for. */
-static void FN(accumulate)(const int32_t *at, const float *values, int64_t n, const float *tile, const int64_t *shift, int taps, int width, float *sums) {
-    int t = 0;
+/* All taps of a list, for a tile of 16, 32 or 64 output channels, `width`: as many taps at once as there are registers for. */
+INLINE void FN(accumulate_list)(const List *list, const float *tile, const int64_t *shift, int64_t taps, int64_t width, float *sums) {
+    int64_t t = 0;
 #if ISA_ID(SFX_ISA) == IS_avx512
     if (width == 16) {
         TAPS_CASE(9, 1, 1);
         TAPS_CASE(5, 1, 1);
         TAPS_CASE(3, 1, 2);
         TAPS_CASE(1, 1, 4);
-    } else {
+    } else if (width == 32) {
         TAPS_CASE(4, 2, 1);
         TAPS_CASE(2, 2, 2);
         TAPS_CASE(1, 2, 4);
+    } else {
+        TAPS_CASE(4, 4, 1);
+        TAPS_CASE(2, 4, 1);
+        TAPS_CASE(1, 4, 2);
     }
 #elif ISA_ID(SFX_ISA) == IS_neon
     if (width == 16) {
         TAPS_CASE(5, 4, 1);
         TAPS_CASE(1, 4, 2);
-    } else {
+    } else if (width == 32) {
         TAPS_CASE(2, 8, 1);
         TAPS_CASE(1, 8, 2);
-    }
+    } else TAPS_CASE(1, 16, 1);
 #else /* eight lanes */
     if (width == 16) {
         TAPS_CASE(5, 2, 1);
         TAPS_CASE(2, 2, 2);
         TAPS_CASE(1, 2, 4);
-    } else {
+    } else if (width == 32) {
         TAPS_CASE(2, 4, 1);
         TAPS_CASE(1, 4, 2);
-    }
+    } else TAPS_CASE(1, 8, 1);
 #endif
+}
+
+static void FN(accumulate)(const Grad *j, const List *lists, int64_t n, const float *tile, float *sums) {
+    for (int64_t i = 0; i < n && lists[i].n; i++) {
+        const List *list = lists + i, *soon = lists + MIN(i + AHEAD, n - 1);
+        int64_t taps = j->tap_start[list->class];
+        const float *later = sums + (soon->channel * j->taps + j->tap_start[soon->class]) * j->width;
+        __builtin_prefetch(soon->at);
+        __builtin_prefetch(soon->values);
+        for (int line = 0; line < 4; line++) __builtin_prefetch(later + line * 16);
+        FN(accumulate_list)(list, tile, j->tap_shift + taps, j->tap_start[list->class + 1] - taps, j->width, sums + (list->channel * j->taps + taps) * j->width);
+    }
 }
 
 /* Four columns of four rows, turned: registers of 128 bits are the same everywhere. */
@@ -141,16 +118,47 @@ INLINE void FN(turn4)(const float *from, int64_t row, float *to, int64_t to_row)
     memcpy(to, &a, 16), memcpy(to + to_row, &b, 16), memcpy(to + 2 * to_row, &c, 16), memcpy(to + 3 * to_row, &d, 16);
 }
 
+#if ISA_ID(SFX_ISA) == IS_avx512
+enum { FN(TURNED) = 16 };
+#define wide __m512
+#define ON_WIDE(name) _mm512_##name
+#define STEP_ROWS(at) _mm512_insertf32x4(_mm512_insertf32x4(_mm512_insertf32x4(_mm512_castps128_ps512(_mm_loadu_ps(at)), _mm_loadu_ps((at) + 4 * row), 1), _mm_loadu_ps((at) + 8 * row), 2), _mm_loadu_ps((at) + 12 * row), 3)
+#elif ISA_ID(SFX_ISA) == IS_avx2
+enum { FN(TURNED) = 8 };
+#define wide __m256
+#define ON_WIDE(name) _mm256_##name
+#define STEP_ROWS(at) _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(at)), _mm_loadu_ps((at) + 4 * row), 1)
+#else
+enum { FN(TURNED) = 4 };
+#endif
+
+/* Four columns of as many rows as a register has lanes, turned: of every fourth row, one quarter after the other. */
+INLINE void FN(turn_wide)(const float *from, int64_t row, float *to, int64_t to_row) {
+#ifdef wide
+    wide a = STEP_ROWS(from), b = STEP_ROWS(from + row), c = STEP_ROWS(from + 2 * row), d = STEP_ROWS(from + 3 * row);
+    wide ab = ON_WIDE(unpacklo_ps)(a, b), ab2 = ON_WIDE(unpackhi_ps)(a, b), cd = ON_WIDE(unpacklo_ps)(c, d), cd2 = ON_WIDE(unpackhi_ps)(c, d);
+    ON_WIDE(storeu_ps)(to, ON_WIDE(shuffle_ps)(ab, cd, 0x44));
+    ON_WIDE(storeu_ps)(to + to_row, ON_WIDE(shuffle_ps)(ab, cd, 0xee));
+    ON_WIDE(storeu_ps)(to + 2 * to_row, ON_WIDE(shuffle_ps)(ab2, cd2, 0x44));
+    ON_WIDE(storeu_ps)(to + 3 * to_row, ON_WIDE(shuffle_ps)(ab2, cd2, 0xee));
+#else
+    FN(turn4)(from, row, to, to_row);
+#endif
+}
+
 /* Turns `rows` rows of n floats, `row` apart, into n rows of `width`, `to_row` apart, with zeros beyond the rows. A cache
  * line of each row at a time: it is read once, and what is written stays near. */
 static void FN(turn)(const float *from, int64_t row, int64_t rows, int64_t n, float *to, int64_t to_row, int64_t width) {
     for (int64_t begin = 0; begin < n; begin += 16) {
-        int64_t end = MIN(begin + 16, n), k = 0;
-        for (; k + 4 <= rows; k += 4) {
-            int64_t i = begin;
-            for (; i + 4 <= end; i += 4) FN(turn4)(from + k * row + i, row, to + i * to_row + k, to_row);
-            for (; i < end; i++)
-                for (int j = 0; j < 4; j++) to[i * to_row + k + j] = from[(k + j) * row + i];
+        int64_t end = MIN(begin + 16, n), whole = begin + (end - begin) / 4 * 4, k = 0;
+        while (k + 4 <= rows) {
+            int64_t some = k + FN(TURNED) <= rows ? FN(TURNED) : 4;
+            for (int64_t r = k; r < k + some; r++) __builtin_prefetch(from + r * row + begin + 16);
+            if (some == 4) for (int64_t i = begin; i < whole; i += 4) FN(turn4)(from + k * row + i, row, to + i * to_row + k, to_row);
+            else for (int64_t i = begin; i < whole; i += 4) FN(turn_wide)(from + k * row + i, row, to + i * to_row + k, to_row);
+            for (int64_t i = whole; i < end; i++)
+                for (int64_t r = k; r < k + some; r++) to[i * to_row + r] = from[r * row + i];
+            k += some;
         }
         for (; k < rows; k++)
             for (int64_t i = begin; i < end; i++) to[i * to_row + k] = from[k * row + i];
@@ -158,5 +166,8 @@ static void FN(turn)(const float *from, int64_t row, int64_t rows, int64_t n, fl
     }
 }
 
+#undef wide
+#undef ON_WIDE
+#undef STEP_ROWS
 #undef floats
 #undef TAPS_CASE
