@@ -139,6 +139,13 @@ class Forward:
         return self.native.__code__  # which `torch.export` asks for
 
     @property
+    def __globals__(self) -> dict[str, Any]:  # which `torch.jit.script` asks for first
+        raise AttributeError(
+            "torch.jit.script compiles the source of a model, which is not what a transformed one runs: "
+            "give it surgeon_fx.restore(model)"
+        )
+
+    @property
     def native(self) -> Callable[..., Any]:
         return self.own or type(self.module).forward
 

@@ -1,8 +1,12 @@
 """`explain`: every tensor that backward keeps alive, who saves it and why it is as large as it is."""
 
+import gc
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import surgeon_fx
 from surgeon_fx.kernels import kept_count
@@ -27,6 +31,35 @@ class Attention(nn.Module):
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
         return ((q @ k.transpose(-2, -1)) / 32**0.5).softmax(-1) @ v
+
+
+class Dropped(nn.Module):
+    """Attention with dropout, which torch writes out in its own operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+
+
+CUBES = {
+    "operator": lambda x: x**3,
+    "operator of a float": lambda x: x**3.0,
+    "function of a float": lambda x: torch.pow(x, 3.0),
+    "method of a float": lambda x: x.pow(3.0),
+}
+
+
+class Cube(nn.Module):
+    def __init__(self, cube):
+        super().__init__()
+        self.layer, self.cube = nn.Linear(64, 64), cube
+
+    def forward(self, x):
+        return self.cube(self.layer(x))
 
 
 X = torch.randn(4, 8, 32, 32)
@@ -107,3 +140,47 @@ def test_a_custom_function_is_seen():
     model, x = Model(), torch.randn(100, 64)
     found = surgeon_fx.explain(surgeon_fx.transform(model, surgeon_fx.Config(capture=False)), x)
     assert [row.dense_bytes for row in found.rows if row.reason == "Keep needs it exactly"] == [x.nbytes]
+
+
+def test_what_is_held_whole_has_a_reason():
+    model, x = surgeon_fx.transform(Dropped()), torch.randn(4, 64, 32)
+    surgeon_fx.ratios(model).fill(0.9)
+    whole = [row for row in surgeon_fx.explain(model, x).rows if row.held_bytes >= row.dense_bytes > 4096]
+    assert any("Softmax" in row.operation for row in whole)
+    assert [row.operation for row in whole if not row.reason] == []
+
+
+def test_copies_that_autocast_makes_of_weights():
+    """None is kept beside its weight, or the table says what it is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.Conv1d(1, 64, 64))
+    model.insert(3, nn.Unflatten(1, (1, 256)))
+    transformed, x = surgeon_fx.transform(model), torch.randn(64, 256)
+    surgeon_fx.ratios(transformed).fill(0.9)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = surgeon_fx.explain(transformed, x)
+    shapes = {p.shape for p in model.parameters()}
+    assert [row for row in found.rows if row.shape in shapes and "autocast" not in row.reason] == []
+    assert found.held_bytes < 0.3 * found.dense_bytes
+
+
+@pytest.mark.parametrize("cube", CUBES)
+def test_a_power_is_pruned_however_it_is_written(cube):
+    model, x = surgeon_fx.transform(Cube(CUBES[cube])), torch.randn(100, 64)
+    surgeon_fx.ratios(model).fill(0.9)
+    assert retained_bytes(model(x), model) == 2 * (kept_count(x.numel(), 0.9) * 4 + x.numel() // 8)
+
+
+def test_what_the_process_holds_is_what_is_counted():
+    """To the byte: whatever forward leaves allocated is either counted or the output."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU(), nn.Hardtanh())))
+    transformed, x = surgeon_fx.transform(model), torch.randn(100, 64)
+    surgeon_fx.ratios(transformed).fill(0.9)
+    transformed(x)  # captures
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        out = transformed(x)
+    left = sum(event.nbytes() for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]")
+    assert left == retained_bytes(out, transformed) + out.nbytes
+    assert left == surgeon_fx.plan(transformed, x).saved_bytes + out.nbytes

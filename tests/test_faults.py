@@ -23,17 +23,30 @@ class Changing(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
-        self.scale, self.config, self.drop = 1.0, {"act": "relu", "power": 1}, nn.Dropout(0.0)
+        self.scale, self.config, self.drop, self.rate = 1.0, {"act": "relu", "power": 1}, nn.Dropout(0.0), 0.0
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            x = F.relu(x) if self.config["act"] == "relu" else F.gelu(x)
+        x = self.drop(x) * self.scale * FACTOR
+        if self.rate > 0:
+            x = F.dropout(x, self.rate, self.training)
+        return x ** self.config["power"] if self.config["power"] > 1 else x
+
+
+class Acting(Changing):
+    """And does more than return a value."""
+
+    def __init__(self):
+        super().__init__()
         self.seen, self.calls = [], 0
 
     def forward(self, x):
         self.calls += 1
-        for layer in self.layers:
-            x = layer(x)
-            x = F.relu(x) if self.config["act"] == "relu" else F.gelu(x)
-        x = self.drop(x) * self.scale * FACTOR * float(np.random.rand())
+        x = super().forward(x) * float(np.random.rand())
         self.seen.append(x.detach().mean().item())
-        return x ** self.config["power"] if self.config["power"] > 1 else x
+        return x
 
 
 def set_global(model):
@@ -48,7 +61,8 @@ CHANGES = {
     "longer list": lambda model: model.layers.append(copy.deepcopy(model.layers[0])),
     "shorter list": lambda model: model.layers.__delitem__(1),
     "replaced layer": lambda model: model.layers.__setitem__(0, copy.deepcopy(model.layers[1])),
-    "drop rate": lambda model: setattr(model.drop, "p", 0.5),
+    "drop rate": lambda model: setattr(model, "rate", 0.5),
+    "dropout layer": lambda model: setattr(model.drop, "p", 0.5),
     "mode": lambda model: model.eval(),
     "global": set_global,
     "frozen": lambda model: model.layers[0].requires_grad_(False),
@@ -63,10 +77,11 @@ def same_global():
     FACTOR = 1.0
 
 
+@pytest.mark.parametrize("build", [Changing, Acting])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_after_the_first_step_counts(name):
+def test_a_change_after_the_first_step_counts(name, build):
     torch.manual_seed(0)
-    model = Changing()
+    model = build()
     transformed = surgeon_fx.transform(copy.deepcopy(model))
     surgeon_fx.ratios(transformed).fill(0.9)  # of 1280 bytes, which is too little to prune: exact all the same
     for change in (None, CHANGES[name], None):
@@ -77,15 +92,72 @@ def test_a_change_after_the_first_step_counts(name):
         expected = step(model, X)
         np.random.seed(0)
         assert_equal(step(transformed, X), expected)
-    assert transformed.calls == model.calls == 3
-    assert transformed.seen == model.seen
+    if build is Acting:
+        assert transformed.calls == model.calls == 3
+        assert transformed.seen == model.seen
 
 
-def test_numpy_draws_anew():
-    model = surgeon_fx.transform(Changing())
+def timm_drop_path(timm):
+    model = timm.models.VisionTransformer(
+        img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=5, drop_path_rate=0.1
+    )
+    return model, lambda one: setattr(one.blocks[1].drop_path1, "drop_prob", 0.9)
+
+
+def timm_drop_rate(timm):
+    block = timm.models.resnet.BasicBlock
+    model = timm.models.ResNet(block, (1, 1, 1, 1), channels=(4, 4, 4, 4), stem_width=4, num_classes=5)
+    return model, lambda one: setattr(one, "drop_rate", 0.5)
+
+
+@pytest.mark.parametrize("build", [timm_drop_path, timm_drop_rate])
+def test_rates_of_timm(build):
+    torch.manual_seed(0)
+    model, change = build(pytest.importorskip("timm"))
+    transformed, x = surgeon_fx.transform(copy.deepcopy(model)), torch.randn(20, 3, 8, 8)
+    for changes in (False, True):
+        if changes:
+            before = step(copy.deepcopy(model), x)["output"]
+            change(model)
+            change(transformed)
+        expected = step(model, x)
+        assert_equal(step(transformed, x), expected)
+    assert not torch.equal(before, expected["output"])
+
+
+class Noise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return F.relu(self.layer(x)) * np.random.rand()
+
+
+@pytest.mark.parametrize("build", [Noise, Acting])
+def test_numpy_draws_anew(build):
+    model = surgeon_fx.transform(build())
     np.random.seed(0)
     outputs = [model(X) for _ in range(4)]
     assert len({out.sum().item() for out in outputs}) == 4
+
+
+class Collecting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.features = nn.Linear(16, 16), []
+
+    def forward(self, x):
+        y = F.relu(self.layer(x))
+        self.features.append(y)
+        return y
+
+
+def test_a_list_of_the_model_is_appended_to():
+    model = surgeon_fx.transform(Collecting())
+    outputs = [model(X) for _ in range(3)]
+    assert len(model.features) == 3
+    assert all(torch.equal(one, out) for one, out in zip(model.features, outputs, strict=True))
 
 
 class Defaults(nn.Module):
@@ -204,20 +276,35 @@ class Wrapper(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def test_through_wrappers():
+@pytest.fixture
+def wrapped():
     torch.manual_seed(0)
     inner = surgeon_fx.transform(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)))
-    model, x = Wrapper(Wrapper(inner)), torch.randn(100, 16)
+    return Wrapper(Wrapper(inner)), inner, torch.randn(100, 16)
+
+
+def test_ratios_through_wrappers(wrapped):
+    model, inner, _ = wrapped
     assert surgeon_fx.ratios(model) is surgeon_fx.ratios(inner)
-    surgeon_fx.refresh(model, x, loss_fn=surgeon_fx.entropy)
-    assert any(surgeon_fx.ratios(inner).values())
-    found = surgeon_fx.explain(model, x)
-    assert found.transformed
-    assert len(found.graphs) == 1
-    assert surgeon_fx.plan(model, x).saved_bytes == found.held_bytes
     two = Wrapper(nn.ModuleList([inner, surgeon_fx.transform(nn.Sequential(nn.Linear(2, 2)))]))
     with pytest.raises(ValueError, match="several transformed"):
         surgeon_fx.ratios(two)
+
+
+def test_refresh_through_wrappers(wrapped):
+    model, inner, x = wrapped
+    surgeon_fx.refresh(model, x, loss_fn=surgeon_fx.entropy)
+    assert any(surgeon_fx.ratios(inner).values())
+
+
+def test_explain_through_wrappers(wrapped):
+    model, inner, x = wrapped
+    surgeon_fx.ratios(inner).fill(0.9)
+    found = surgeon_fx.explain(model, x)
+    assert found.transformed
+    assert found.held_bytes < 0.5 * found.dense_bytes
+    assert len(found.graphs) == 1
+    assert surgeon_fx.plan(model, x).saved_bytes == found.held_bytes
 
 
 def test_batch_sizes_may_change():

@@ -1,6 +1,7 @@
 """What others do around a model: checkpointing inside it, export, functional transforms, threads, data loaders."""
 
 import copy
+import sys
 import threading
 
 import pytest
@@ -8,11 +9,14 @@ import torch
 import torch.nn.functional as F
 from model_cases import Network, Residual, Squares, assert_equal, step
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import surgeon_fx
 from surgeon_fx.retained import retained_bytes
+
+OPTIONS = [{}, {"capture": False}]  # graphs, or call by call
 
 
 class Layer(nn.Module):
@@ -37,14 +41,14 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("ratio", [0.0, 0.9])
-def test_checkpointing_inside_a_model(capture, ratio):
+def test_checkpointing_inside_a_model(options, ratio):
     torch.manual_seed(0)
     model, x = Checkpointed(), torch.randn(8, 40, 32)
     eager = retained_bytes(model(x), model)
     expected = step(copy.deepcopy(model), x)
-    transformed = surgeon_fx.transform(model, surgeon_fx.Config(capture=capture))
+    transformed = surgeon_fx.transform(model, surgeon_fx.Config(**options))
     surgeon_fx.ratios(transformed).fill(ratio)
     assert retained_bytes(transformed(x), transformed) <= eager
     actual = step(transformed, x)
@@ -100,29 +104,104 @@ def test_hugging_face_checkpointing(name):
         model.zero_grad()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # group norm checks sizes: torch's own model warns too
-def test_export_and_jit_trace():
+def test_timm_checkpointing():
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.models.VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=5, drop_path_rate=0.5
+    )
+    model.set_grad_checkpointing()
+    x = torch.randn(8, 3, 16, 16)
+    eager = retained_bytes(model(x), model)
+    expected = step(copy.deepcopy(model), x)
+    transformed = surgeon_fx.transform(model)
+    assert_equal(step(transformed, x), expected)
+    for ratio in (0.0, 0.9):
+        surgeon_fx.ratios(transformed).fill(ratio)
+        assert retained_bytes(transformed(x), transformed) <= eager
+    assert torch.equal(step(transformed, x)["output"], expected["output"])
+
+
+def test_hooks_around_a_model_see_all_that_is_saved():
+    """`save_on_cpu` and its like move what backward needs somewhere else: nothing may stay behind."""
+    torch.manual_seed(0)
+    model, x = Layer(), torch.randn(8, 40, 32)
+    transformed = surgeon_fx.transform(model)
+    for ratio in (0.0, 0.9):
+        surgeon_fx.ratios(transformed).fill(ratio)
+        expected, elsewhere = step(transformed, x), []
+
+        def pack(tensor, elsewhere=elsewhere):
+            elsewhere.append(tensor.detach().clone())
+            return len(elsewhere) - 1
+
+        transformed.zero_grad()
+        with saved_tensors_hooks(pack, elsewhere.__getitem__):
+            out = transformed(x)
+        assert elsewhere
+        assert retained_bytes(out, transformed) == 0
+        out.square().mean().backward()
+        for name, p in transformed.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name])
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_the_trainer_finds_the_columns(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    ids = torch.randint(0, 50, (4, 8))
+    samples = [{"input_ids": one, "labels": one[0] % 2, "text": "not the model's"} for one in ids]
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    model = surgeon_fx.transform(hugging_face("bert"))
+    (batch,) = transformers.Trainer(model, arguments, train_dataset=samples).get_train_dataloader()
+    assert batch.keys() == {"input_ids", "labels"}
+    assert model(**batch).loss.requires_grad
+
+
+@pytest.fixture
+def deployed():
+    """A model in evaluation mode, the same one transformed and trained, an input."""
     torch.manual_seed(0)
     model, x = Residual().eval(), torch.randn(2, 8, 10, 10)
     transformed = surgeon_fx.transform(model)
     surgeon_fx.ratios(transformed).fill(0.9)
     transformed(x).sum().backward()
-    expected = model(x)
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            exported = torch.export.export(transformed, (x,)).module()
-            assert torch.equal(exported(x), expected)
-            assert torch.equal(torch.jit.trace(transformed, x)(x), expected)  # its group norm included
-    plain = nn.Sequential(nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(256, 3)).eval()
-    transformed = surgeon_fx.transform(plain)
-    surgeon_fx.ratios(transformed).fill(0.9)
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            assert torch.equal(torch.jit.trace(transformed, x)(x), plain(x))
+    return model, transformed, x
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("grad", [True, False])
+def test_export(deployed, grad):
+    model, transformed, x = deployed
+    with torch.set_grad_enabled(grad):
+        exported = torch.export.export(transformed, (x,)).module()
+        assert torch.equal(exported(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # group norm checks sizes: torch's own model warns too
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("grad", [True, False])
+def test_jit_trace(deployed, grad):
+    model, transformed, x = deployed
+    with torch.set_grad_enabled(grad):
+        assert torch.equal(torch.jit.trace(transformed, x)(x), model(x))  # its group norm included
+        plain = nn.Sequential(nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(256, 3)).eval()
+        transformed = surgeon_fx.transform(plain)
+        surgeon_fx.ratios(transformed).fill(0.9)
+        assert torch.equal(torch.jit.trace(transformed, x)(x), plain(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_jit_script_takes_the_restored_model():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval(), torch.randn(2, 3, 9, 9)
+    transformed = surgeon_fx.transform(model)
+    for one in (transformed, nn.Sequential(transformed), transformed[0]):
+        with pytest.raises(AttributeError, match=r"torch.jit.script .*: give it surgeon_fx.restore\(model\)"):
+            torch.jit.script(one)
+    assert torch.equal(torch.jit.script(surgeon_fx.restore(transformed))(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, of jvp
 def test_functional_transforms():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)), torch.randn(40, 64)
@@ -157,7 +236,7 @@ def test_another_thread_without_gradients_during_the_first_step():
     torch.manual_seed(0)
     model, x = Network(), torch.randn(4, 3, 24, 24)
     expected = step(copy.deepcopy(model.eval()), x)
-    transformed, stop, errors, rounds = surgeon_fx.transform(model), threading.Event(), [], []
+    transformed, started, stop, errors = surgeon_fx.transform(model), threading.Event(), threading.Event(), []
 
     def work():
         other = nn.Linear(8, 8)
@@ -166,30 +245,32 @@ def test_another_thread_without_gradients_during_the_first_step():
                 with torch.no_grad():
                     assert not other(torch.randn(4, 8)).requires_grad
                 assert other(torch.randn(4, 8)).requires_grad
-                rounds.append(1)
+                started.set()
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=work)
+    thread, interval = threading.Thread(target=work), sys.getswitchinterval()
     thread.start()
+    started.wait()
+    sys.setswitchinterval(1e-5)  # so that many of its rounds fall into the step
     try:
         actual = step(transformed, x)
     finally:
+        sys.setswitchinterval(interval)
         stop.set()
         thread.join()
     assert not errors
-    assert rounds
     assert_equal({k: v for k, v in actual.items() if k != "input"}, {k: v for k, v in expected.items() if k != "input"})
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.9])
-@pytest.mark.parametrize("capture", [True, False])
-def test_four_threads_train_one_model(ratio, capture):
+@pytest.mark.parametrize("options", OPTIONS)
+def test_four_threads_train_one_model(ratio, options):
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
     )
-    transformed = surgeon_fx.transform(model, surgeon_fx.Config(capture=capture))
+    transformed = surgeon_fx.transform(model, surgeon_fx.Config(**options))
     surgeon_fx.ratios(transformed).fill(ratio)
     inputs = [torch.randn(33, 64) for _ in range(4)]
     parameters, results, errors = list(transformed.parameters()), {}, []
