@@ -40,9 +40,15 @@ def remember_exact(slot: Slot, node: Any, activations: Sequence[Tensor]) -> None
 
 def needs_graph(*tensors: Tensor | None) -> bool:
     """Whether autograd would record an operation on these that may be ours: tensor-parallel ones are native."""
-    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
+    if not torch.is_grad_enabled():
         return False
-    return not any(is_dtensor(x) for x in tensors)
+    recorded = False
+    for x in tensors:
+        if x is not None:
+            if is_dtensor(x):
+                return False
+            recorded = recorded or x.requires_grad
+    return recorded
 
 
 def is_parameter(x: Any) -> bool:
