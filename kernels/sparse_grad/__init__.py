@@ -50,15 +50,16 @@ def weight_grad_pays(
         return density <= MANY_TAPS_DENSITY
     if grad.stride(1) == 1:  # rows, as of a linear layer
         return density <= min(DENSITY, (outputs - FEW_OUTPUTS) / ROW_OUTPUTS)
-    return density <= (PLANES_DENSITY if inputs >= MANY_INPUTS else DENSITY)
+    return density <= (PLANES_DENSITY if inputs >= MANY_INPUTS else min(DENSITY, outputs / PLANE_OUTPUTS))
 
 
 LEAST_OUTPUTS = 16  # of a group: fewer do not fill a register
-LEAST_WEIGHTS = 32  # inputs times taps of an output: fewer do not pay for turning the gradient around
+LEAST_WEIGHTS = 16  # inputs times taps of an output: fewer do not pay for turning the gradient around
 LEAST_PRODUCTS = 128  # output places of all samples, times taps: fewer do not pay for the start
 MANY_TAPS = 6  # 3x3 at a stride of 1: the tile stays in the first level cache
 MANY_INPUTS = 16  # and enough of them to pay for making the tile
 MANY_TAPS_DENSITY, PLANES_DENSITY, DENSITY = 0.52, 0.31, 0.25
+PLANE_OUTPUTS = 256  # where inputs are few, a quarter of these pay for the tile at DENSITY, fewer below
 FEW_OUTPUTS, ROW_OUTPUTS = 64, 512  # where channels lie last lists are dear, and outputs beyond the few pay for them
 GPU_DENSITY = 0.125
 GPU_TILE = 128  # outputs that share what a program restores

@@ -195,7 +195,9 @@ def test_any_number_of_threads_gives_the_same_bits_of_a_linear_layer(rows, input
         ((8, 64, 56, 56), 64, 3, 0.6, False),
         ((8, 64, 56, 56), 64, 1, 0.3, True),
         ((8, 64, 56, 56), 64, 1, 0.4, False),
-        ((32, 3, 32, 32), 16, 3, 0.1, False),  # 27 weights of an output
+        ((32, 3, 32, 32), 16, 3, 0.05, True),
+        ((32, 3, 32, 32), 16, 3, 0.1, False),
+        ((32, 16, 32, 32), 160, 1, 0.3, True),
         ((1, 320, 8, 8), 320, 1, 0.1, False),  # 64 places
         ((1576, 768), 768, 0, 0.2, True),
         ((1576, 768), 768, 0, 0.3, False),
