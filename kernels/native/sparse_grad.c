@@ -5,7 +5,8 @@
  *
  * The input is cut into chunks: rows of one sample, or several small samples.
  *   1. The kept elements of each channel in each chunk become a list: their values, and where in a tile their output places
- *      start. A stride makes elements of different phase meet different taps: they go into different lists.
+ *      start (sparse_lists.c). A stride makes elements of different phase meet different taps: they are of different classes
+ *      and go into different lists.
  *   2. For `width` output channels at a time, and chunk by chunk, the part of g that a chunk meets becomes a tile: places by
  *      channels, with zeros around it so that no tap has to ask whether it is inside. It fits the first level cache.
  *   3. For each channel the list runs along; the sums of as many taps as registers hold stay in registers.

@@ -14,6 +14,7 @@ enum {
     SPARE = 16,          /* entries that a register may write beyond the last of a list */
     LONGEST = 63,        /* longer lists are not sorted by length, nor by taps those with more than MANY_TAPS */
     MANY_TAPS = 4,
+    AHEAD = 16,          /* elements between fetching the line of one from memory and writing it */
     BUCKETS = (MANY_TAPS + 1) * (LONGEST + 1) + 1,
 };
 
@@ -75,7 +76,8 @@ static void place(const Grad *j, List *lists, int64_t count, int64_t first, cons
         first += here;
     }
     for (int64_t i = 0; i < n; i++) {
-        int64_t to = counts[w->list[i]]++;
+        int64_t to = counts[w->list[i]]++, soon = counts[w->list[MIN(i + AHEAD, n - 1)]];
+        __builtin_prefetch(j->at + soon, 1), __builtin_prefetch(j->copied + soon, 1);
         j->at[to] = w->at[i];
         j->copied[to] = values[i];
     }

@@ -40,21 +40,27 @@ def weight_grad_pays(
         return False
     inputs, outputs, taps = input_size[1] // groups, grad.shape[1] // groups, math.prod(weight_size[2:])
     places = grad.shape[0] * math.prod(grad.shape[2:])
-    if outputs < LEAST_OUTPUTS or inputs * taps < LEAST_WEIGHTS or places < LEAST_PLACES:
+    if outputs < LEAST_OUTPUTS or inputs * taps < LEAST_WEIGHTS or places * taps < LEAST_PRODUCTS:
         return False
     density = kept / max(1, math.prod(input_size))
     if backend == "triton":
         return density <= GPU_DENSITY and _tiles_pay(grad, outputs, taps)
     met = taps * places * groups * inputs / max(1, math.prod(input_size))  # taps that an element meets, on average
-    return density <= (MANY_TAPS_DENSITY if met >= MANY_TAPS and inputs >= MANY_INPUTS else DENSITY)
+    if met >= MANY_TAPS and inputs >= MANY_INPUTS:
+        return density <= MANY_TAPS_DENSITY
+    if grad.stride(1) == 1:  # rows, as of a linear layer
+        return density <= min(DENSITY, (outputs - FEW_OUTPUTS) / ROW_OUTPUTS)
+    return density <= (PLANES_DENSITY if inputs >= MANY_INPUTS else min(DENSITY, outputs / PLANE_OUTPUTS))
 
 
 LEAST_OUTPUTS = 16  # of a group: fewer do not fill a register
 LEAST_WEIGHTS = 16  # inputs times taps of an output: fewer do not pay for turning the gradient around
-LEAST_PLACES = 128  # of the output, all samples together: fewer do not pay for the start
+LEAST_PRODUCTS = 128  # output places of all samples, times taps: fewer do not pay for the start
 MANY_TAPS = 6  # 3x3 at a stride of 1: the tile stays in the first level cache
 MANY_INPUTS = 16  # and enough of them to pay for making the tile
-MANY_TAPS_DENSITY, DENSITY = 0.52, 0.25
+MANY_TAPS_DENSITY, PLANES_DENSITY, DENSITY = 0.52, 0.31, 0.25
+PLANE_OUTPUTS = 256  # where inputs are few, a quarter of these pay for the tile at DENSITY, fewer below
+FEW_OUTPUTS, ROW_OUTPUTS = 64, 512  # where channels lie last lists are dear, and outputs beyond the few pay for them
 GPU_DENSITY = 0.125
 GPU_TILE = 128  # outputs that share what a program restores
 GPU_MOST_RESTORES = 4  # of each element: one per tap and tile of outputs

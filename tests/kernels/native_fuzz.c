@@ -263,7 +263,7 @@ static const char *check_weight_grad(const int64_t *z, const float *x, const flo
 }
 
 static const char *weight_grad_case(int racing) {
-    int64_t z[26] = {1 + below(3), 1 + below(2), 1 + below(4), 1 + below(40)}, places = 1, g_places = 1, taps = 1, transposed = below(4) == 0;
+    int64_t z[26] = {1 + below(3), 1 + below(2), 1 + below(4), below(6) ? 1 + below(40) : 64 * (2 + below(2))}, places = 1, g_places = 1, taps = 1, transposed = below(4) == 0;
     for (int d = 0; d < 3; d++) {
         int64_t *dim = z + 4 + 6 * d;
         dim[0] = d == 1 && below(3) ? 1 : 1 + below(below(4) ? 7 : 40), dim[2] = 1 + below(3), dim[3] = 1 + below(3), dim[4] = below(4), dim[5] = 1 + below(2);

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from op_cases import pruned_by_hand
 
 from surgeon_fx.kernels import compress, native
-from surgeon_fx.kernels.sparse_grad import conv_weight_grad, linear_weight_grad
+from surgeon_fx.kernels.sparse_grad import conv_weight_grad, linear_weight_grad, weight_grad_pays
 
 ISAS = native.instruction_sets() if not native.unavailable_reason() else []
 
@@ -20,6 +20,9 @@ CASES = {
     "1x1": ((3, 17, 8, 8), 19, (1, 1), {}),
     "1x1, wide": ((2, 9, 40, 40), 130, (1, 1), {}),
     "1x1, strided": ((2, 6, 15, 16), 20, (1, 1), {"stride": 2}),
+    "1x1, strided, wide": ((3, 5, 37, 41), 192, (1, 1), {"stride": (2, 3)}),
+    "3x3, strided, wide": ((2, 4, 33, 31), 128, (3, 3), {"stride": 2, "padding": 1}),
+    "1x1, last tile in part": ((2, 5, 20, 20), 530, (1, 1), {}),
     "strided": ((2, 6, 21, 23), 18, (3, 3), {"stride": 2, "padding": 1}),
     "stride larger than the kernel": ((2, 4, 19, 19), 16, (2, 2), {"stride": (3, 4)}),
     "stem": ((2, 3, 37, 41), 16, (7, 7), {"stride": 2, "padding": 3}),
@@ -135,7 +138,8 @@ def test_everything_kept_and_nothing(name, ratio):
 
 
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs"), [(1, 1, 1), (7, 33, 5), (1000, 70, 130), (300, 129, 64), (5, 1, 200)]
+    ("rows", "inputs", "outputs"),
+    [(1, 1, 1), (7, 33, 5), (1000, 70, 130), (300, 129, 64), (5, 1, 200), (400, 65, 128), (333, 3, 515)],
 )
 @pytest.mark.parametrize("isa", ISAS)
 def test_linear(rows, inputs, outputs, isa):
@@ -145,6 +149,70 @@ def test_linear(rows, inputs, outputs, isa):
     with native.forced_instruction_set(isa):
         actual = linear_weight_grad(grad, c.values, c.bitmask, inputs, backend="cpu")
     torch.testing.assert_close(actual, grad.t() @ pruned_by_hand(x, 0.8), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+def test_lists_of_very_different_lengths(layout, stride, isa):
+    """One channel keeps everything, one nothing, one its last element, one every seventh."""
+    torch.manual_seed(0)
+    x = torch.zeros(2, 4, 30, 33)
+    x[:, 0] = torch.randn(2, 30, 33) + 10
+    x[:, 2, -1, -1] = 10
+    x[:, 3, :, ::7] = 10
+    x = x.contiguous(memory_format=LAYOUTS[layout])
+    ratio = 1 - int((x != 0).sum()) / x.numel()
+    c = compress(x, ratio)
+    weight = torch.zeros(192, 4, 1, 1, requires_grad=True)
+    output = F.conv2d(pruned_by_hand(x, ratio), weight, stride=stride)
+    grad = torch.randn_like(output)
+    with native.forced_instruction_set(isa):
+        actual = conv_weight_grad(
+            grad, c.values, c.bitmask, c.shape, c.stride, weight.shape, [stride] * 2, [0, 0], [1, 1], backend="cpu"
+        )
+    torch.testing.assert_close(actual, torch.autograd.grad(output, weight, grad)[0], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(700, 70, 128), (130, 300, 530), (257, 40, 64)])
+def test_any_number_of_threads_gives_the_same_bits_of_a_linear_layer(rows, inputs, outputs):
+    torch.manual_seed(0)
+    c, grad = compress(torch.randn(rows, inputs), 0.8), torch.randn(rows, outputs)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in range(1, 9):
+            torch.set_num_threads(threads)
+            results.append(linear_weight_grad(grad, c.values, c.bitmask, inputs, backend="cpu"))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize(
+    ("size", "outputs", "kernel", "density", "pays"),
+    [
+        ((8, 64, 56, 56), 64, 3, 0.5, True),
+        ((8, 64, 56, 56), 64, 3, 0.6, False),
+        ((8, 64, 56, 56), 64, 1, 0.3, True),
+        ((8, 64, 56, 56), 64, 1, 0.4, False),
+        ((32, 3, 32, 32), 16, 3, 0.05, True),
+        ((32, 3, 32, 32), 16, 3, 0.1, False),
+        ((32, 16, 32, 32), 160, 1, 0.3, True),
+        ((1, 320, 8, 8), 320, 1, 0.1, False),  # 64 places
+        ((1576, 768), 768, 0, 0.2, True),
+        ((1576, 768), 768, 0, 0.3, False),
+        ((1024, 128), 128, 0, 0.1, True),
+        ((1024, 128), 128, 0, 0.2, False),
+        ((4096, 64), 64, 0, 0.02, False),
+        ((64, 512), 2048, 0, 0.1, False),
+    ],
+)
+def test_which_shapes_pay(size, outputs, kernel, density, pays):
+    if kernel:
+        grad, sizes = torch.empty(size[0], outputs, *size[2:]), (size, (outputs, size[1], kernel, kernel))
+    else:
+        grad, sizes = torch.empty(size[0], outputs).t().unsqueeze(0), ((1, size[1], size[0]), (outputs, size[1], 1))
+    assert weight_grad_pays(int(density * torch.Size(size).numel()), grad, *sizes, 1) is pays
 
 
 @pytest.mark.parametrize("name", ["3x3, several chunks", "3x3, several samples a chunk", "strided", "groups", "1x1"])
