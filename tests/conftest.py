@@ -22,8 +22,8 @@ if not (torch.cuda.is_available() or torch.xpu.is_available()):
 
 # `pytest -m fast`: what a change to operations, passes or kernels is checked with first, in three minutes.
 FAST = (
-    *("ops/", "passes/", "test_transform.py", "test_ratio_table.py", "test_modules.py", "test_package.py"),
-    *(f"kernels/test_{name}.py" for name in ("backends", "bits", "compress", "layout", "safety")),
+    *("ops/", "passes/", "test_transform.py", "test_ratio_table.py", "test_modules.py"),
+    *(f"kernels/test_{name}.py" for name in ("backends", "bits", "compress", "layout")),
 )
 
 
