@@ -6,17 +6,11 @@ import pytest
 import torch
 from model_cases import assert_equal, step
 from torch._dynamo.testing import CompileCounterWithBackend
-from torchvision.models import resnet
 
 import surgeon_fx
 from surgeon_fx.retained import retained_bytes
-from surgeon_fx.zoo.vit import VisionTransformer
 
-# One block of each size: a compiler's time goes with the number of operations.
-MODELS = {
-    "resnet": (lambda: resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1]), (4, 3, 64, 64)),
-    "vit": (lambda: VisionTransformer(depth=1), (4, 3, 32, 32)),
-}
+SHAPES = {"tv:resnet18": (4, 3, 64, 64), "vit_cifar": (4, 3, 32, 32)}
 RATIOS = (0.5, 0.0, 0.95, 0.8, 0.1, 0.3, 0.99, 0.6, 0.7, 0.2)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compilers' own
@@ -39,11 +33,10 @@ def held_and_gradients(run, model, x):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SHAPES)
 def test_a_compiler_around_a_transformed_model(name, backend):
     torch.manual_seed(0)
-    build, shape = MODELS[name]
-    model, x = build(), torch.randn(shape)
+    model, x = surgeon_fx.zoo.create(name), torch.randn(SHAPES[name])
     state = copy.deepcopy(model.state_dict())
     transformed = surgeon_fx.transform(model)
     table = surgeon_fx.ratios(transformed)

@@ -134,10 +134,9 @@ static void FN(count)(Source source, int64_t n, uint64_t nan_key_, Bracket b, Ch
         above_lo += __builtin_popcountll(over_lo & valid);
         from_lo += __builtin_popcountll(at_lo & valid);
         uint64_t inside = over_lo & ~at_hi & valid;
-        if (inside && room_n - stored >= WORD) EACH_STEP(s) {
-            uint64_t m = inside >> s * LANES & low_bits(LANES);
-            FN(compact)(out + stored, FN(keys)(FN(load)(word + s * LANES), nan_key), m);
-            stored += __builtin_popcountll(m);
+        if (inside && room_n - stored >= WORD) {
+            EACH_STEP(s) FN(compact)(out + stored + set_before(inside, s * LANES), FN(keys)(FN(load)(word + s * LANES), nan_key), inside >> s * LANES & low_bits(LANES));
+            stored += __builtin_popcountll(inside);
         }
     }
     c->above = above;
@@ -182,11 +181,8 @@ static void FN(pack)(Source given, int64_t n, uint64_t nan_key_, uint64_t t, con
         keep = within(keep, n - i, end - out);
         memcpy(mask + i / 8, &keep, n - i >= WORD ? 8 : (size_t)(n - i + 7) / 8);
         if (end - out >= WORD) { /* a wide store past the end would hit the next chunk's output */
-            EACH_STEP(s) {
-                uint64_t m = keep >> s * LANES & low_bits(LANES);
-                FN(compact)(out, FN(load)(word + s * LANES), m);
-                out += __builtin_popcountll(m);
-            }
+            EACH_STEP(s) FN(compact)(out + set_before(keep, s * LANES), FN(load)(word + s * LANES), keep >> s * LANES & low_bits(LANES));
+            out += __builtin_popcountll(keep);
         } else
             for (; keep; keep &= keep - 1) *out++ = word[__builtin_ctzll(keep)];
     }
@@ -202,12 +198,11 @@ static void FN(expand)(const void *values_, int64_t values_n, const uint8_t *mas
         keep = within(keep, n - i, end - values);
         if (n - i >= WORD && end - values >= WORD) {
             EACH_STEP(s) {
-                uint64_t m = keep >> s * LANES & low_bits(LANES);
-                vec v = FN(expand_lanes)(values, m);
+                vec v = FN(expand_lanes)(values + set_before(keep, s * LANES), keep >> s * LANES & low_bits(LANES));
                 if (stream) FN(stream)(out + i + s * LANES, v);
                 else FN(store)(out + i + s * LANES, v);
-                values += __builtin_popcountll(m);
             }
+            values += __builtin_popcountll(keep);
         } else {
             memset(out + i, 0, (size_t)MIN(WORD, n - i) * sizeof *out);
             for (; keep; keep &= keep - 1) out[i + __builtin_ctzll(keep)] = *values++;

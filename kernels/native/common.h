@@ -67,6 +67,10 @@ INLINE uint64_t within(uint64_t bits, int64_t elements, int64_t most) {
     return kept;
 }
 
+/* How many of the first n bits are set: where the values of the bits behind them start. Counted from the word for each register,
+ * because adding up register by register makes each wait for the one before. */
+INLINE int64_t set_before(uint64_t bits, int n) { return __builtin_popcountll(bits & low_bits(n)); }
+
 /* Bits from `first` on, of a mask of so many bytes. */
 typedef struct {
     const uint8_t *mask;

@@ -34,12 +34,10 @@ INLINE const float *FN(kept_values)(Bits bits, int64_t i, int64_t left, const fl
 
 INLINE void FN(sum_word)(const float *g, const float *w, int64_t left, uint64_t keep, const float *values, floats *plain, floats *dot) {
     EACH_STEP(s) {
-        uint64_t m = keep >> s * LANES & low_bits(LANES);
-        floats gw = FN(load_some)(g + s * LANES, left - s * LANES);
+        floats gw = FN(load_some)(g + s * LANES, left - s * LANES), hat = FN(hat)(values + set_before(keep, s * LANES), keep >> s * LANES & low_bits(LANES));
         if (w) gw *= FN(load_some)(w + s * LANES, left - s * LANES);
         *plain += gw;
-        *dot += gw * FN(hat)(values, m);
-        values += __builtin_popcountll(m);
+        *dot += gw * hat;
     }
 }
 
@@ -64,9 +62,7 @@ static void FN(norm_sums)(const float *g, const float *w, int64_t n, Bits bits, 
 INLINE void FN(apply_word)(const float *g, const float *w, int64_t left, uint64_t keep, const float *values, float scale, float mean, float slope, float *dx, float *dw, float *db) {
     EACH_STEP(s) {
         int64_t at = s * LANES, some = left - at;
-        uint64_t m = keep >> at & low_bits(LANES);
-        floats plain = FN(load_some)(g + at, some), hat = FN(hat)(values, m), gw = w ? plain * FN(load_some)(w + at, some) : plain;
-        values += __builtin_popcountll(m);
+        floats plain = FN(load_some)(g + at, some), hat = FN(hat)(values + set_before(keep, (int)at), keep >> at & low_bits(LANES)), gw = w ? plain * FN(load_some)(w + at, some) : plain;
         if (dw) FN(store_some)(dw + at, FN(load_some)(dw + at, some) + plain * hat, some);
         if (db) FN(store_some)(db + at, FN(load_some)(db + at, some) + plain, some);
         if (dx) FN(store_some)(dx + at, (gw - mean - hat * slope) * scale, some);
