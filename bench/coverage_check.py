@@ -114,11 +114,20 @@ def native_calls(outputs: list[Tensor]) -> list[str]:
             node = node.next_functions[0][0]
         return isinstance(getattr(node, "variable", None), nn.Parameter)
 
+    found = list(nodes(outputs))
+    # A linear layer over batches of rows is a view of a product, and the view bears the mark.
+    marked = {
+        following
+        for node in found
+        if MARK in node.metadata and "View" in node.name()
+        for following, _ in node.next_functions
+    }
     return [
         node.name()
-        for node in nodes(outputs)
+        for node in found
         if node.name().removesuffix("Backward0") in NATIVE_LAYERS
         and MARK not in node.metadata
+        and node not in marked
         and any(is_parameter(following) for following, _ in node.next_functions)
     ]
 

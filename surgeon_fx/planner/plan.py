@@ -65,11 +65,11 @@ class Plan:
 
     @property
     def peak_at(self) -> str:
-        """Where the peak is: forward or backward, and the module."""
+        """Where the peak is: forward and the module, or backward, which runs in none."""
         if not self.timeline:
             return ""
         index = max(range(len(self.timeline)), key=lambda i: self.timeline[i][1])
-        return f"{'forward' if index < self.forward_operations else 'backward'} {self.timeline[index][0]}".strip()
+        return f"forward {self.timeline[index][0]}".strip() if index < self.forward_operations else "backward"
 
     @property
     def paper_cache_bytes(self) -> int:

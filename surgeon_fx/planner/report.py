@@ -56,7 +56,7 @@ def mib(size: int) -> str:
 def peak_at(plan: Plan) -> str:
     """Where the peak is, in words."""
     when, _, layer = plan.peak_at.partition(" ")
-    return f"{when} of {layer}" if layer and layer != when else when
+    return f"{when} of {layer}" if layer else when
 
 
 def shape_text(row: PlanRow) -> str:
