@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses.fake_tensor import FakeTensor
 
-from surgeon_fx.ops.interpreter import Interpreter
+from surgeon_fx.ops.interpreter import Interpreter, current_interpreter
 
 log = logging.getLogger("surgeon_fx")
 
@@ -47,7 +47,7 @@ def prepare_dynamo(compiler: type) -> None:
     with _lock:
         if _prepared:
             return
-        for install in (_answer_as_eager, _ask_at_hand, _leave_interpreter):
+        for install in (_answer_as_eager, _ask_at_hand, _leave_interpreter, _say_less):
             try:
                 install(compiler)
             except (AttributeError, ImportError) as missing:  # another version of torch
@@ -119,3 +119,12 @@ def _leave_interpreter(compiler: type) -> None:
 
     skip_code(Interpreter.__torch_function__.__code__)
     Interpreter._call = torch._dynamo.disable(Interpreter._call)  # type: ignore[method-assign]
+
+
+def _say_less(compiler: type) -> None:
+    """Frames that cannot be captured are for the interpreter: a line of our own log and `explain(...).breaks` say so.
+
+    Dynamo would print the traceback of every frame around an error of the model's own, and hints for its own users.
+    """
+    for name in ("torch._dynamo.convert_frame", "torch._dynamo.variables.tensor"):
+        logging.getLogger(name).addFilter(lambda record: current_interpreter() is None)

@@ -49,7 +49,7 @@ class WatchedGraph(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, watcher: Watcher, names: Mapping[str, str], layers: Container[str]) -> None:
         super().__init__(gm)
         self.watcher, self.names, self.layers = watcher, names, layers
-        self.running: tuple[str, Tensor | None, int] = ("", None, 0)
+        self.running: tuple[str | None, Tensor | None, int] = (None, None, 0)  # layer, its input, bytes of its output
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -58,25 +58,26 @@ class WatchedGraph(fx.Interpreter):
             return call(n.target, args, kwargs)
         running = [self.names[one] for one in modules_around(n) if one in self.names]
         self.watcher.path[:] = [path := running[-1] if running else ""]
-        layer = next((name for name in reversed(running) if name in self.layers), "") if n.op != "output" else ""
+        inner = reversed(running) if n.op != "output" else ()
+        layer = next((name for name in inner if name in self.layers), None)
         if layer != self.running[0]:
             self._leave()
             self.running = (layer, None, 0)
-        if layer and self.running[1] is None:
+        if layer is not None and self.running[1] is None:
             given = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point())
             self.running = (layer, next(given, None), 0)
         result = call(n.target, args, kwargs)
         if n.op != "output":
             if torch.is_grad_enabled():
                 leave_origin(result, path, source_line(n))
-            if layer:
+            if layer is not None:
                 size = sum(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))
                 self.running = (layer, self.running[1], size)
         return result if n.users or n.op == "output" else None  # what nobody reads is gone at once
 
     def _leave(self) -> None:
         layer, x, size = self.running
-        if layer and x is not None and self.watcher.left is not None:
+        if layer is not None and x is not None and self.watcher.left is not None:
             self.watcher.left(layer, x, size)
 
 

@@ -34,6 +34,10 @@ def transform(
     `filter_fn(module, name)` says which layers may be rewritten. The model itself is left as it is.
     """
     check_model(model)
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config must be a surgeon_fx.Config, got {type(config).__name__}")
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"filter_fn must be a function of a module and its name, got {type(filter_fn).__name__}")
     result = copy_structure(model)
     rewrite = install(result, config or Config(), filter_fn)
     if is_wrapped(model):
@@ -45,6 +49,10 @@ def check_model(model: nn.Module) -> None:
     """Raises where a model cannot be transformed."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            "model is a torch.jit one, whose code cannot be captured: transform the model it was made from"
+        )
     check_wrappers(model)
     for name, module in model.named_modules():
         what = f"its part {name}" if name else "model"

@@ -1,16 +1,18 @@
 """`torch.compile(model, backend="surgeon_fx")`: the second door to the compiler.
 
-`surgeon_fx.ratios(compiled)`, called before the first step, gives the table of ratios by layer. Without it every layer
-runs at one ratio, `torch.compile(..., options={"ratio": 0.9})`, by default 0: exact.
+`surgeon_fx.ratios(compiled)` gives the table of ratios by layer; what was captured before that is captured again.
+Without it every layer runs at one ratio, `torch.compile(..., options={"ratio": 0.9})`, by default 0: exact.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from surgeon_fx.config import Config
 from surgeon_fx.kernels.layout import check_ratio
@@ -20,7 +22,10 @@ from surgeon_fx.runtime import Rewrite
 
 DOOR = "_surgeon_fx_door"  # where a model that is compiled with this backend keeps its Rewrite
 
+log = logging.getLogger("surgeon_fx")
+
 _doors: weakref.WeakSet[Rewrite] = weakref.WeakSet()
+_without_table: dict[int, weakref.ref[Tensor]] = {}  # parameters of graphs that were captured without a table
 
 
 def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
@@ -29,9 +34,10 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Ma
     ratio = check_ratio(given.pop("ratio", 0.0))
     if given:
         raise ValueError(f"backend 'surgeon_fx' has the option 'ratio', got {', '.join(map(repr, given))}")
-    parameters = {id(x) for x in example_inputs if isinstance(x, nn.Parameter)}
+    parameters = {id(x): weakref.ref(x) for x in example_inputs if isinstance(x, nn.Parameter)}
     rewrite = next((one for one in _doors if any(id(p) in parameters for p in one.module.parameters())), None)
     if rewrite is None:
+        _without_table.update(parameters)
         rewrite = Rewrite(nn.Module(), {}, set(), Config())
         rewrite.slots.default = ratio
     elif ratio:
@@ -49,6 +55,10 @@ def open_door(compiled: nn.Module) -> Rewrite | None:
         layers = {name: module for name, module in original.named_modules() if is_layer(module)}
         original.__dict__[DOOR] = Rewrite(original, layers, set(), Config())
         _doors.add(original.__dict__[DOOR])
+        if any((known := _without_table.get(id(p))) is not None and known() is p for p in original.parameters()):
+            log.info("graphs that have no table are captured again: Dynamo forgets all it has captured")
+            torch._dynamo.reset()
+            _without_table.clear()
     return original.__dict__[DOOR]
 
 

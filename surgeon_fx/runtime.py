@@ -33,7 +33,8 @@ log = logging.getLogger("surgeon_fx")
 
 RECOMPILE_LIMIT = 32
 # Errors of the capture leave a frame to Python and the interpreter; NumPy stays NumPy, with its own random numbers.
-DYNAMO: dict[str, Any] = {"suppress_errors": True, "trace_numpy": False}
+# Floats of a model are guarded: without NumPy, Dynamo loses those that it makes inputs of a graph once they change.
+DYNAMO: dict[str, Any] = {"suppress_errors": True, "trace_numpy": False, "specialize_float": True}
 _numbers = itertools.count()
 
 

@@ -101,8 +101,13 @@ class Slot:
         self.elements = 0  # of the layer's inputs, over all its calls
 
     @property
+    def is_layer(self) -> bool:
+        """Whether it has a row in the table. The empty name is a layer's if the whole model is one."""
+        return bool(self.name) or "" in self.group.table
+
+    @property
     def ratio(self) -> float:
-        return self.group.table[self.name] if self.name else self.group.default
+        return self.group.table[self.name] if self.is_layer else self.group.default
 
 
 class SharingSlot(Slot):
@@ -130,13 +135,13 @@ class SharingSlot(Slot):
 
     @property
     def ratio(self) -> float:
-        if not self.name:
+        if not self.is_layer:
             return self.group.default
         return shared_ratio(self.group.table, self.name, self.sharers)
 
 
 class Slots:
-    """The layers of one transformed model, by name; the empty name stands for no layer."""
+    """The layers of one transformed model, by name; the empty name stands for no layer, unless the model is one."""
 
     def __init__(self, table: RatioTable, exact_saves: str | None = None) -> None:
         self.table, self.number = table, next(_numbers)
@@ -157,7 +162,7 @@ class Slots:
 
     def elements(self) -> dict[str, int]:
         """Elements of each layer's inputs, over all its calls since the count began."""
-        return {name: slot.elements for name, slot in self.by_name.items() if name and slot.elements}
+        return {name: slot.elements for name, slot in self.by_name.items() if slot.is_layer and slot.elements}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slots:
         table = RatioTable(self.table)
@@ -176,9 +181,9 @@ def _unpickled(ratios: dict[str, float], exact_saves: str | None = None) -> Slot
 
 
 def find_slot(key: str, x: Tensor) -> Slot:
-    """The slot behind a key; without a name, that of the layer whose output `x` is."""
+    """The slot behind a key; if it is no layer's, that of the layer whose output `x` is."""
     slot = _slots[key]
-    if not slot.name and (found := producer(x)) is not None:
+    if not slot.is_layer and (found := producer(x)) is not None:
         slot = _slots.get(found, slot)
     return slot
 

@@ -106,7 +106,7 @@ def _captured_twin(copy_model: Callable[[], nn.Module], fake: Program, args: Any
 
 
 def _described(x: Any) -> Any:
-    return (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x
+    return (tuple(x.shape), x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x
 
 
 def _twin(model: nn.Module, fake: Program, trained: Mapping[int, bool], device: str) -> nn.Module:
@@ -196,6 +196,9 @@ def step(
         layers.append(LayerInput(name, kind, x.numel(), x.element_size(), output_bytes))
 
     with fake:
+        for x in tree_leaves(given):
+            if isinstance(x, Tensor):
+                x.grad = None  # of an earlier plan: a step's inputs are new
         fake.begin((*copied.parameters(), *copied.buffers(), *tree_leaves(given)))
         fake.counting = True
         with _watched(copied, fake.path, left), explaining_numbers():
@@ -215,6 +218,7 @@ def step(
 def _savings(model: nn.Module, outputs: Any) -> list[Saving]:
     """What the graph behind outputs keeps, each with how it would be kept at another ratio."""
     own = storages((*model.parameters(), *model.buffers()))
+    table = rewrite_of(model).table if is_transformed(model) else {}
     found: list[Saving] = []
     seen: set[int] = set()
 
@@ -240,7 +244,7 @@ def _savings(model: nn.Module, outputs: Any) -> list[Saving]:
                 found.append(
                     Saving(
                         note.kind,
-                        note.layer or None,
+                        note.layer if note.layer in table else None,
                         note.key,
                         note.storage,
                         note.storage_bytes,
@@ -300,7 +304,7 @@ def is_shape(value: Any) -> bool:
 def _fake_inputs(values: Any, device: str) -> Any:
     def fake(x: Tensor) -> Tensor:
         return torch.empty_strided(
-            x.shape, x.stride(), dtype=x.dtype, device=planned_device(x, device), requires_grad=False
+            x.shape, x.stride(), dtype=x.dtype, device=planned_device(x, device), requires_grad=x.requires_grad
         )
 
     def shape(value: Any) -> Any:
