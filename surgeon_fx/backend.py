@@ -34,7 +34,9 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Ma
     ratio = check_ratio(given.pop("ratio", 0.0))
     if given:
         raise ValueError(f"backend 'surgeon_fx' has the option 'ratio', got {', '.join(map(repr, given))}")
-    parameters = {id(x): weakref.ref(x) for x in example_inputs if isinstance(x, nn.Parameter)}
+    parameters: dict[int, weakref.ref[Tensor]] = {
+        id(x): weakref.ref(x) for x in example_inputs if isinstance(x, nn.Parameter)
+    }
     rewrite = next((one for one in _doors if any(id(p) in parameters for p in one.module.parameters())), None)
     if rewrite is None:
         _without_table.update(parameters)

@@ -102,7 +102,7 @@ def test_an_error_of_the_model_is_all_that_is_said(caplog, capfd):
     assert len(capfd.readouterr().err) < 500
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.jit is deprecated
 def test_arguments_that_are_refused():
     net = nn.Sequential(nn.Linear(3, 8))
     with pytest.raises(ValueError, match="model is a torch.jit one"):
