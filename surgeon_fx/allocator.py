@@ -6,8 +6,8 @@ freed ones wait for the next request of their size if that does not raise the pe
 malloc itself, its settings and everybody else's memory are left alone.
 
 What waits for reuse goes back to the system by itself before a fork, when memory is refused, and after a second without
-large blocks that come or go. Whoever runs a model does two things besides: call `trim` when the outermost forward ends,
-also by an exception, and `trim_after_backward` with what that forward returned.
+large blocks that come or go, with what malloc has free. Whoever runs a model does two things besides: call `trim` when
+the outermost forward ends, also by an exception, and `trim_after_backward` with what that forward returned.
 """
 
 from __future__ import annotations

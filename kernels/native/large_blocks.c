@@ -12,7 +12,7 @@
  * a process that does the same again and again stays what it would be if every block went back at once; FLOOR_BYTES matter
  * only to steps that need no more. All of them go back at a trim, before a fork, when the system refuses memory, and, by a
  * thread that lives only while something is kept, once nothing has happened for IDLE_MS (or SOON_MS, where the caller
- * expects to be done).
+ * expects to be done); then malloc is asked for what it has free, too.
  *
  * Refusals are also caught where libtorch_cpu and libstdc++ allocate. What they get stays malloc's; it is merely asked for
  * once more, after what is kept and a small reserve have been given up. oneDNN needs that: after one refusal it was seen to
@@ -151,16 +151,18 @@ static int64_t now_ms(void) {
 
 static void *watch(void *unused) {
     (void)unused;
+    int idle = 0;
     pthread_mutex_lock(&lock);
     while (watching && kept_count) {
         int64_t until_ms = last_ms + idle_ms;
         struct timespec until = {until_ms / 1000, until_ms % 1000 * 1000000};
-        if (now_ms() >= until_ms) release();
+        if (now_ms() >= until_ms) release(), idle = 1;
         else pthread_cond_timedwait(&wake, &lock, &until);
     }
     if (watching) pthread_detach(watcher); /* else it is waited for */
     watching = 0;
     pthread_mutex_unlock(&lock);
+    if (idle) malloc_trim(0); /* scratch of the kernels, and what else malloc has free */
     return NULL;
 }
 
