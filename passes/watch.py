@@ -58,8 +58,8 @@ class WatchedGraph(fx.Interpreter):
             return call(n.target, args, kwargs)
         running = [self.names[one] for one in modules_around(n) if one in self.names]
         self.watcher.path[:] = [path := running[-1] if running else ""]
-        inner = reversed(running) if n.op != "output" else ()
-        layer = next((name for name in inner if name in self.layers), None)
+        around = "" if "" in self.layers else None  # a model that is a layer is around all
+        layer = next((name for name in reversed(running) if name in self.layers), around) if n.op != "output" else None
         if layer != self.running[0]:
             self._leave()
             self.running = (layer, None, 0)

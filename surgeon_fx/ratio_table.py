@@ -69,7 +69,7 @@ class RatioTable(Mapping[str, float]):
 
     def _unknown(self, name: str) -> str:
         near = difflib.get_close_matches(str(name), self._ratios, n=3)
-        hint = f"; did you mean {', '.join(map(repr, near))}?" if near else f"; there are {len(self)} layers"
+        hint = f"; did you mean {', '.join(near)}?" if near else f"; there are {len(self)} layers"
         return f"no rewritten layer is called {name!r}{hint}"
 
     def __repr__(self) -> str:
