@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from surgeon_fx.kernels import native
 
@@ -77,8 +78,12 @@ def implementation(family: str, backend: str, device: str) -> ModuleType:
 FAKES: dict[Any, Callable[..., Any]] = {}  # of each op: what it makes, as shapes
 
 
-def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Defines `surgeon_fx::<schema>`; `run` picks its implementation by the device it was dispatched for."""
+def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Defines `surgeon_fx::<schema>`; `run` picks its implementation by the device it was dispatched for.
+
+    Returns what calls it. Where nobody could tell the difference, that is `run` itself: the way through the dispatcher
+    and back takes as long as a kernel on a small tensor.
+    """
     name = schema.split("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, STRIDES_MATTER))
     for key in PREFERENCES:
@@ -87,4 +92,20 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     torch.library.register_fake(f"surgeon_fx::{name}", fake, lib=LIBRARY)
     op = getattr(torch.ops.surgeon_fx, name).default
     FAKES[op] = fake
-    return op
+
+    def call(x: Tensor, *arguments: Any) -> Any:
+        return (run if _is_plain(x) else op)(x, *arguments)
+
+    return call
+
+
+def _is_plain(x: Tensor) -> bool:
+    """A CPU tensor that is just that, with no compiler, mode or function transform looking on."""
+    return (
+        type(x) is Tensor
+        and x.is_cpu
+        and not torch.compiler.is_dynamo_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
+        and not torch.jit.is_tracing()
+    )

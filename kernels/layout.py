@@ -46,7 +46,7 @@ def keys(flat: Tensor) -> Tensor:
 def check_ratio(ratio: float) -> float:
     """The ratio as a float in [0, 1], or a ValueError."""
     try:
-        value = float(ratio)
+        value = math.nan if isinstance(ratio, bool) else float(ratio)
     except (TypeError, ValueError):
         value = math.nan
     if not 0.0 <= value <= 1.0:

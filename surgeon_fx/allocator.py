@@ -6,8 +6,9 @@ freed ones wait for the next request of their size if that does not raise the pe
 malloc itself, its settings and everybody else's memory are left alone.
 
 What waits for reuse goes back to the system by itself before a fork, when memory is refused, and after a second without
-large blocks that come or go, with what malloc has free. Whoever runs a model does two things besides: call `trim` when
-the outermost forward ends, also by an exception, and `trim_after_backward` with what that forward returned.
+large blocks that come or go, with what malloc has free. Whoever runs a model does two things besides: call
+`trim_after_forward` when the outermost forward ends, also by an exception, and `trim_after_backward` with what that
+forward returned.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ USER_SETTINGS = (
     "MALLOC_TOP_PAD_",
     "GLIBC_TUNABLES",
 )
+SPARED_BYTES = 8 << 20  # small networks pay for page faults more than these are worth
 REFUSALS = {  # of sfx_blocks_install
     1: "it needs glibc on a 64-bit Linux",
     2: "torch has no libc10.so here",
@@ -76,12 +78,17 @@ def _asked() -> bool:
     return bool(return_freed_memory.cache_info().currsize)
 
 
-def trim() -> int:
+def trim(spared: int = 0) -> int:
     """Gives freed blocks that wait for reuse back to the system. Returns how many bytes they had.
 
-    To be called when an outermost forward ends, also by an exception.
+    `spared` bytes of them go back only once the process pauses.
     """
-    return 0 if native.unavailable_reason() else int(native.library().sfx_blocks_trim())
+    return 0 if native.unavailable_reason() else int(native.library().sfx_blocks_trim(spared))
+
+
+def trim_after_forward() -> None:
+    """To be called when an outermost forward ends, also by an exception. Backward can use a few blocks at once."""
+    trim(SPARED_BYTES)
 
 
 def trim_after_backward(outputs: Any) -> None:

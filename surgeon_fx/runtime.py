@@ -165,7 +165,7 @@ class Forward:
         try:
             result = self._run(args, kwargs)
         finally:
-            allocator.trim()
+            allocator.trim_after_forward()
         allocator.trim_after_backward(result)
         return result
 

@@ -56,7 +56,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "sfx_rescale": (c_int, [c_void_p, c_int64, c_void_p, *(c_int64,) * 3, *(c_void_p,) * 3, c_int]),
     "sfx_blocks_check": (c_int, []),
     "sfx_blocks_install": (c_int, []),
-    "sfx_blocks_trim": (c_int64, []),
+    "sfx_blocks_trim": (c_int64, [c_int64]),
     "sfx_blocks_trim_soon": (None, []),
     # bytes in use, bytes that wait for reuse
     "sfx_blocks_count": (None, [POINTER(c_int64), POINTER(c_int64)]),
@@ -107,7 +107,7 @@ def call(name: str, *arguments: object) -> int:
     """The status of a kernel that needs scratch. Without memory it runs once more after a trim, then raises."""
     function = getattr(library(), name)
     status = int(function(*arguments))
-    if status < 0 and library().sfx_blocks_trim():
+    if status < 0 and library().sfx_blocks_trim(0):
         status = int(function(*arguments))
     if status < 0:
         raise torch.OutOfMemoryError(f"not enough memory: you tried to allocate the scratch of {name}")

@@ -10,7 +10,7 @@
  * mappings kept together never exceed what was in use at the highest moment of the last PERIODS periods between trims
  * (or FLOOR_BYTES more than was in use at the last trim), nor three quarters of what the system once refused. So the peak of
  * a process that does the same again and again stays what it would be if every block went back at once; FLOOR_BYTES matter
- * only to steps that need no more. All of them go back at a trim, before a fork, when the system refuses memory, and, by a
+ * only to steps that need no more. At a trim all of them go back, or all but a few that the caller still needs; all before a fork, when the system refuses memory, and, by a
  * thread that lives only while something is kept, once nothing has happened for IDLE_MS (or SOON_MS, where the caller
  * expects to be done); then malloc is asked for what it has free, too.
  *
@@ -128,10 +128,11 @@ static void evict(int blocks) {
     while (kept_count && (kept_count > blocks || used + kept > allowed)) unmap(take_kept(0));
 }
 
-/* Gives all back; a period ends. */
-static int64_t release(void) {
+/* Gives all back but the newest `spared` bytes; a period ends. */
+static int64_t release(int64_t spared) {
     int64_t bytes = kept;
-    while (kept_count) unmap(take_kept(kept_count - 1));
+    while (kept > spared) unmap(take_kept(0));
+    bytes -= kept;
     used_at_trim = used;
     if (active) {
         memmove(most + 1, most, (PERIODS - 1) * sizeof *most);
@@ -156,7 +157,7 @@ static void *watch(void *unused) {
     while (watching && kept_count) {
         int64_t until_ms = last_ms + idle_ms;
         struct timespec until = {until_ms / 1000, until_ms % 1000 * 1000000};
-        if (now_ms() >= until_ms) release(), idle = 1;
+        if (now_ms() >= until_ms) release(0), idle = 1;
         else pthread_cond_timedwait(&wake, &lock, &until);
     }
     if (watching) pthread_detach(watcher); /* else it is waited for */
@@ -190,7 +191,7 @@ static void before_fork(void) {
         pthread_join(waiting, NULL);
         pthread_mutex_lock(&lock);
     }
-    release();
+    release(0);
 }
 
 static void after_fork(void) { pthread_mutex_unlock(&lock); }
@@ -232,7 +233,7 @@ static Header *take(size_t bytes) {
 static int respect_limit(size_t refused) {
     int64_t reached = used + kept, level = (reached + (int64_t)(refused < PTRDIFF_MAX / 2 ? refused : PTRDIFF_MAX / 2)) / 4 * 3;
     if (ceiling > level) ceiling = level;
-    int64_t bytes = release();
+    int64_t bytes = release(0);
     return malloc_trim(0) || bytes;
 }
 
@@ -473,21 +474,27 @@ EXPORT int sfx_blocks_install(void) {
     return outcome;
 }
 
-/* Gives every block that waits for reuse back. Returns how many bytes that were. */
-EXPORT int64_t sfx_blocks_trim(void) {
+static void expect_pause(void) {
+    last_ms = now_ms();
+    idle_ms = SOON_MS;
+    if (watching) pthread_cond_signal(&wake);
+}
+
+/* Gives blocks that wait for reuse back, all but so many bytes, and these once the process pauses. Returns how many bytes
+ * went. */
+EXPORT int64_t sfx_blocks_trim(int64_t spared) {
     pthread_mutex_lock(&lock);
-    int64_t bytes = release();
+    int64_t bytes = release(ceiling == INT64_MAX ? spared : 0);
     if (ceiling != INT64_MAX) set_reserve();
+    if (kept_count) expect_pause();
     pthread_mutex_unlock(&lock);
     return bytes;
 }
 
-/* The same, SOON_MS from now, unless a block is asked for before. */
+/* Gives all of them back SOON_MS from now, unless a block is asked for before. */
 EXPORT void sfx_blocks_trim_soon(void) {
     pthread_mutex_lock(&lock);
-    last_ms = now_ms();
-    idle_ms = SOON_MS;
-    if (watching) pthread_cond_signal(&wake);
+    expect_pause();
     pthread_mutex_unlock(&lock);
 }
 
@@ -501,7 +508,7 @@ EXPORT void sfx_blocks_count(int64_t *in_use, int64_t *waiting) {
 #else
 EXPORT int sfx_blocks_check(void) { return NOT_SUPPORTED; }
 EXPORT int sfx_blocks_install(void) { return NOT_SUPPORTED; }
-EXPORT int64_t sfx_blocks_trim(void) { return 0; }
+EXPORT int64_t sfx_blocks_trim(int64_t spared) { return spared * 0; }
 EXPORT void sfx_blocks_trim_soon(void) {}
 EXPORT void sfx_blocks_count(int64_t *in_use, int64_t *waiting) { *in_use = *waiting = 0; }
 #endif

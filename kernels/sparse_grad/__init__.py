@@ -53,6 +53,12 @@ def weight_grad_pays(
     return density <= (PLANES_DENSITY if inputs >= MANY_INPUTS else min(DENSITY, outputs / PLANE_OUTPUTS))
 
 
+def linear_weight_grad_pays(kept: int, grad: Tensor, inputs: int) -> bool:
+    """The same for a linear layer's gradient [rows, outputs] over rows of `inputs` elements."""
+    rows, outputs = grad.shape
+    return weight_grad_pays(kept, grad.t().unsqueeze(0), (1, inputs, rows), (outputs, inputs, 1), 1)
+
+
 LEAST_OUTPUTS = 16  # of a group: fewer do not fill a register
 LEAST_WEIGHTS = 16  # inputs times taps of an output: fewer do not pay for turning the gradient around
 LEAST_PRODUCTS = 128  # output places of all samples, times taps: fewer do not pay for the start
@@ -202,9 +208,7 @@ def _run_linear(grad: Tensor, values: Tensor, bitmask: Tensor, inputs: int, back
         raise ValueError(f"grad must be [rows, outputs], got {tuple(grad.shape)}, and inputs positive, got {inputs}")
     check_parts(values, bitmask, grad.shape[0] * inputs)
     _check_alike(grad, values)
-    rows, outputs = grad.shape
-    sizes = ((1, inputs, rows), (outputs, inputs, 1))
-    pays = backend != "auto" or weight_grad_pays(values.numel(), grad.t().unsqueeze(0), *sizes, 1)
+    pays = backend != "auto" or linear_weight_grad_pays(values.numel(), grad, inputs)
     found = implementation("sparse_grad", backend if pays else "reference", grad.device.type)
     return found.linear_weight_grad(grad.detach(), values.detach(), bitmask, inputs)
 

@@ -86,11 +86,10 @@ def stand_in(like: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: t
     torch makes a contiguous argument of any other even then. So on a CPU it is contiguous where it should be, and takes
     no room: its memory is mapped and never touched. (It would read as zeros.)
     """
+    if (size := _storage_bytes(shape, stride, dtype)) < MAPPED_BYTES:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
     with unset_fake_temporarily():  # a plan counts what is made under its mode
         layout = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    size = layout.untyped_storage().nbytes()
-    if size < MAPPED_BYTES:
-        return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
     if like.device.type == "cpu":
         if isinstance(like, FakeTensor):
             return FakeTensor(like.fake_mode, layout, like.fake_device)
@@ -101,3 +100,10 @@ def stand_in(like: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: t
     if layout.is_contiguous():
         return torch.empty((), dtype=dtype, device=like.device).expand(shape)
     return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
+
+
+def _storage_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
+    """What a tensor of this layout spans in memory."""
+    if not all(shape):
+        return 0
+    return dtype.itemsize * (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)))

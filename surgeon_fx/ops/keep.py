@@ -54,6 +54,11 @@ class Record:
         bitmask = None if self.bitmask is None else self.bitmask()
         return None if values is None or bitmask is None else (values, bitmask)
 
+    def shared(self, ratio: float) -> Share | None:
+        """What it can be rebuilt from, where that keeps at least as much as the ratio wants."""
+        share = self.share
+        return share if share is not None and share.ratio <= ratio and share.saved() is not None else None
+
 
 @dataclass(frozen=True)
 class Share:
@@ -159,7 +164,9 @@ class Kept:
         alone = instead_of is not None or is_checkpointed()
         self.record = Record(x) if alone else _record(x)
         if not alone and self.record.saved() is None and not self.record.dense:
-            self.share = find_share(x if cast_of is None else cast_of, ratio)
+            self.share = self.record.shared(ratio)
+            if self.share is None and cast_of is not None and cast_of.dtype is not x.dtype:
+                self.share = find_share(cast_of, ratio)
         self.saved = _save(self.record, x, ratio, prune) if self.share is None else self.share.saved() or ()
 
     @property
@@ -225,8 +232,7 @@ def offer(output: Tensor, share: Share) -> None:
 def find_share(x: Tensor, ratio: float = 1.0) -> Share | None:
     """What an activation can be rebuilt from, where that keeps at least as much as the ratio wants."""
     record = _records.get(memory_key(x))
-    share = None if record is None else record.share
-    return share if share is not None and share.ratio <= ratio and share.saved() is not None else None
+    return None if record is None else record.shared(ratio)
 
 
 def _record(x: Tensor) -> Record:

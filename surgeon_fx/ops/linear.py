@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon_fx.kernels.layout import is_row_major
-from surgeon_fx.kernels.sparse_grad import linear_weight_grad
+from surgeon_fx.kernels.sparse_grad import linear_weight_grad, linear_weight_grad_pays
 from surgeon_fx.ops.common import (
     autocast_dtype,
     cast,
@@ -56,9 +56,10 @@ class Linear(torch.autograd.Function):
 def _weight_grad(kept: Kept, saved: Sequence[Any], rows: Tensor) -> Tensor:
     """rows^T x, from what was kept of x where that can be."""
     inputs = kept.shape[-1]
-    found = kept.packed(*saved)
-    if found is not None and is_row_major(kept.shape, kept.restored_stride):
-        return linear_weight_grad(rows, *found, inputs)
+    if linear_weight_grad_pays(saved[0].numel(), rows, inputs) and is_row_major(kept.shape, kept.restored_stride):
+        found = kept.packed(*saved)
+        if found is not None:
+            return linear_weight_grad(rows, *found, inputs)
     return rows.t().mm(kept.restore(*saved).reshape(-1, inputs))
 
 
@@ -71,10 +72,10 @@ def linear(key: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) 
         return F.linear(input, weight, bias)
     slot = find_slot(key, input)
     slot.elements += input.numel()
-    input = without_surroundings(input)
-    if not can_prune(input, slot.ratio):
+    input, ratio = without_surroundings(input), slot.ratio
+    if not can_prune(input, ratio):
         return run_exactly(slot, F.linear, [input], input, weight, bias)
-    return mark(Linear.apply(slot, slot.ratio, input, weight, bias), slot)
+    return mark(Linear.apply(slot, ratio, input, weight, bias), slot)
 
 
 class Product(torch.autograd.Function):

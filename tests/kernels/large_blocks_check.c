@@ -27,7 +27,7 @@ static void *work(void *seed_) {
 
 static void *trim(void *unused) {
     (void)unused;
-    for (int i = 0; i < 50; i++) sfx_blocks_trim(), usleep(2000);
+    for (int i = 0; i < 50; i++) sfx_blocks_trim(i % 2 << 20), usleep(2000);
     return NULL;
 }
 
