@@ -12,7 +12,7 @@ demo: $(READY)
 
 # Up to four processes, of one thread each.
 test: lint types
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal --durations 25 --durations-min 5
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from torch import fx
 
 from surgeon_fx.ops import interpreter
 from surgeon_fx.ops.interpreter import paused
+from surgeon_fx.ops.keep import one_forward
 from surgeon_fx.passes.pipeline import run_passes
 from surgeon_fx.passes.tag_saves import Layers
 from surgeon_fx.passes.watch import WatchedGraph
@@ -58,7 +59,7 @@ class Backend:
         def call(*args: Any) -> Any:
             if rewrite.ran is not None:
                 rewrite.ran.append(capture)
-            with paused():
+            with one_forward(), paused():
                 if rewrite.watcher is None:
                     return run(*args)
                 names = {str(id(module)): name for name, module in rewrite.module.named_modules()}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from surgeon_fx.allocator import return_freed_memory
 from surgeon_fx.backend import open_door
@@ -58,6 +59,8 @@ def check_model(model: nn.Module) -> None:
         what = f"its part {name}" if name else "model"
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             raise ValueError(f"{what} is compiled: transform it first, then call torch.compile on the result")
+        if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+            raise ValueError(f"{what} is lazy, and has no weights yet: run the model once, then transform it")
         if MARK in module.__dict__:
             raise ValueError(f"{what} is already transformed; change its ratios through surgeon_fx.ratios(...)")
 
@@ -158,7 +161,20 @@ def transformed_part(model: nn.Module) -> nn.Module:
             raise ValueError(
                 f"model holds several transformed ones: pass one of {', '.join(name for name, _ in found)}"
             )
+        if open_door(model) is not None:
+            raise ValueError(
+                'model is not transformed but compiled with backend="surgeon_fx": model._orig_mod is as it was'
+            )
     raise ValueError("model is not transformed: call surgeon_fx.transform(model) first")
+
+
+def behind_door(model: nn.Module) -> nn.Module:
+    """A transformed twin, at the same ratios, of a model compiled with the backend "surgeon_fx"; any other as it is."""
+    if not isinstance(model, nn.Module) or (door := open_door(model)) is None:
+        return model
+    twin = copy_structure(door.module)
+    install(twin, door.config).table.update(door.table)
+    return twin
 
 
 def is_transformed(model: nn.Module) -> bool:

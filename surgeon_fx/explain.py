@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from surgeon_fx import allocator
-from surgeon_fx.api import is_transformed, rewrite_of
+from surgeon_fx.api import behind_door, is_transformed, rewrite_of
 from surgeon_fx.ops.keep import SMALL_BYTES
 from surgeon_fx.ops.rounded import NOTE
 from surgeon_fx.ops.slots import NOTES, Note
@@ -111,6 +111,7 @@ def explain(model: nn.Module, *inputs: Any, **named_inputs: Any) -> Explanation:
 
     The forward is a real one: batch-norm statistics move and random numbers are drawn as in any training step.
     """
+    model = behind_door(model)
     if not is_transformed(model):
         path: list[str] = []
         with module_path(model, path), Watcher(path):

@@ -24,6 +24,7 @@ from surgeon_fx import allocator
 from surgeon_fx.config import Config
 from surgeon_fx.ops.compiler_mode import CompilerMode
 from surgeon_fx.ops.interpreter import Interpreter, current_interpreter
+from surgeon_fx.ops.keep import one_forward
 from surgeon_fx.ops.slots import Slots
 from surgeon_fx.passes.capture import Backend, Break, Capture
 from surgeon_fx.passes.watch import Watcher
@@ -175,7 +176,7 @@ class Forward:
         return compiles and self.module is self.rewrite.module and torch.is_grad_enabled()
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        with self.rewrite.interpreter():
+        with one_forward(), self.rewrite.interpreter():
             if not self.rewrite.config.capture:
                 with self.rewrite.watcher or contextlib.nullcontext():
                     return self.native(self.module, *args, **kwargs)

@@ -3,6 +3,7 @@
 import copy
 import logging
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -111,3 +112,56 @@ def test_arguments_that_are_refused():
         surgeon_fx.transform(net, config="x")
     with pytest.raises(TypeError, match="filter_fn must be a function"):
         surgeon_fx.transform(net, filter_fn=3)
+
+
+@pytest.mark.parametrize("door", ["transform", "compile"])
+def test_memory_that_is_filled_again_behind_torchs_back(door):
+    """A buffer that numpy refills has other data and the same version: an older graph's save of it is of no use."""
+    model, buffer = nn.Sequential(nn.Linear(256, 64)), np.random.randn(64, 256).astype("float32")
+    model = surgeon_fx.transform(model) if door == "transform" else torch.compile(model, backend="surgeon_fx")
+    surgeon_fx.ratios(model).fill(0.5)
+    x = torch.from_numpy(buffer)
+    earlier = model(x)
+    buffer[:] = np.random.randn(64, 256)
+    actual, expected = gradients(model, x), gradients(model, x.clone())
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    del earlier
+
+
+def test_another_models_graph_changes_nothing():
+    x = torch.randn(64, 256)
+    model, other = (surgeon_fx.transform(nn.Sequential(nn.Linear(256, 64))) for _ in range(2))
+    surgeon_fx.ratios(model).fill(0.95)
+    surgeon_fx.ratios(other).fill(0.5)
+    expected, held = gradients(model, x), surgeon_fx.explain(model, x).held_bytes
+    alive = other(x)
+    actual = gradients(model, x)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert surgeon_fx.explain(model, x).held_bytes == held == surgeon_fx.plan(model, x).saved_bytes
+    del alive
+
+
+def test_plan_and_explain_of_the_second_door():
+    def build():
+        return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3))
+
+    x = torch.randn(4, 3, 16, 16)
+    transformed, compiled = surgeon_fx.transform(build()), torch.compile(build(), backend="surgeon_fx")
+    for model in (transformed, compiled):
+        surgeon_fx.ratios(model).fill(0.9)
+    expected = surgeon_fx.plan(transformed, x).saved_bytes
+    found = surgeon_fx.explain(compiled, x)
+    assert found.held_bytes == expected == surgeon_fx.plan(compiled, x).saved_bytes
+    assert found.graphs
+    assert found.handled_share == 1.0
+    assert surgeon_fx.fit(compiled, x, budget=2 * expected).ratios.keys() == surgeon_fx.ratios(compiled).keys()
+    with pytest.raises(ValueError, match="model._orig_mod is as it was"):
+        surgeon_fx.restore(compiled)
+
+
+def test_lazy_layers_are_refused_until_they_have_weights():
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(2))
+    with pytest.raises(ValueError, match="its part 0 is lazy, and has no weights yet: run the model once"):
+        surgeon_fx.transform(model)
+    model(torch.randn(4, 16))
+    surgeon_fx.transform(model)(torch.randn(4, 16)).sum().backward()

@@ -78,7 +78,7 @@ def check_float(x: Tensor, name: str = "x") -> Tensor:
     if x.dtype not in FLOAT_BITS:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_BITS)
         raise ValueError(f"{name} must be one of {names}, got {str(x.dtype).removeprefix('torch.')}")
-    return x.detach()
+    return x.detach() if x.requires_grad else x
 
 
 def compress(x: Tensor, ratio: float, backend: str = "auto") -> Compressed:

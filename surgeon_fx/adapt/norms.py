@@ -155,7 +155,8 @@ def swapped(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> Iterator
 
 @contextlib.contextmanager
 def moving(norms: Mapping[nn.Module, MovingNorm]) -> Iterator[None]:
-    """Statistics follow the batches."""
+    """Statistics follow the batches, except one that leaves them other than finite."""
+    before = statistics_of(norms)
     try:
         for norm in norms.values():
             norm.moving = True
@@ -163,6 +164,8 @@ def moving(norms: Mapping[nn.Module, MovingNorm]) -> Iterator[None]:
     finally:
         for norm in norms.values():
             norm.moving = False
+        if not all(bool(torch.isfinite(x).all()) for pair in statistics_of(norms) for x in pair):
+            load_statistics(norms, before)
 
 
 def statistics_of(norms: Mapping[nn.Module, MovingNorm]) -> list[tuple[Tensor, Tensor]]:

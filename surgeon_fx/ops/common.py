@@ -57,6 +57,8 @@ def is_parameter(x: Any) -> bool:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast runs matrix products in, where it is on for the tensor's device."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None

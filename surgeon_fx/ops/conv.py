@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgeon_fx.kernels.backends import active_backend
 from surgeon_fx.kernels.sparse_grad import conv_weight_grad, weight_grad_pays
 from surgeon_fx.ops.common import autocast_dtype, cast, each, needs_graph, run_exactly, stand_in
 from surgeon_fx.ops.keep import Kept, can_prune, save, without_surroundings
@@ -71,7 +72,7 @@ def _sparse_weight_grad(ctx: Any, grad: Tensor, saved: Sequence[Any], weight: Te
     values, bitmask = found
     return conv_weight_grad(
         *(grad, values, bitmask, shape, ctx.kept[0].restored_stride, weight.shape),
-        *(stride, padding, dilation, transposed, groups),
+        *(stride, padding, dilation, transposed, groups, active_backend(grad.device.type)),
     )
 
 

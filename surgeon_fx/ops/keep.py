@@ -2,8 +2,9 @@
 
 Everything goes through `save_for_backward`, so that checkpointing and other people's hooks see it. A pruned activation
 is two tensors, values and bitmask. One activation that several operations save is compressed once: a record of what was
-kept of its memory lives as long as an autograd node needs it, and whoever comes next shares the tensors in it. If the
-next one keeps more, the tensors already saved are pointed at the larger save; if it needs the activation exactly, they
+kept of its memory lives as long as an autograd node needs it, and whoever comes next in the same forward shares the
+tensors in it: a later forward may find other data in that memory, and another model has ratios of its own. If the next
+one keeps more, the tensors already saved are pointed at the larger save; if it needs the activation exactly, they
 are pointed at the activation itself, which stays alive anyway. What may not be pruned but may be rounded
 (`Config(exact_saves=...)`) is two tensors too: codes and scales, or a copy in bfloat16 and nothing; pruned saves of the
 same activation are pointed at those.
@@ -15,8 +16,10 @@ what is kept of that (`Share`): then nothing is kept of it.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +105,30 @@ class Share:
 
 
 _records: weakref.WeakValueDictionary[Key, Record] = weakref.WeakValueDictionary()
+
+
+class _Current(threading.local):
+    forward = 0  # the number of the one that runs in this thread
+
+
+_current, _forwards = _Current(), itertools.count(1)
+
+
+@contextmanager
+def one_forward() -> Iterator[None]:
+    """What is kept in here is shared in here alone. Inside another it is part of that one."""
+    if _current.forward:
+        yield
+        return
+    _current.forward = next(_forwards)
+    try:
+        yield
+    finally:
+        _current.forward = 0
+
+
+def _key(x: Tensor) -> Key:
+    return _current.forward, *memory_key(x)
 
 
 def is_checkpointed() -> bool:
@@ -231,12 +258,12 @@ def offer(output: Tensor, share: Share) -> None:
 
 def find_share(x: Tensor, ratio: float = 1.0) -> Share | None:
     """What an activation can be rebuilt from, where that keeps at least as much as the ratio wants."""
-    record = _records.get(memory_key(x))
+    record = _records.get(_key(x))
     return None if record is None else record.shared(ratio)
 
 
 def _record(x: Tensor) -> Record:
-    key = memory_key(x)
+    key = _key(x)
     found = _records.get(key)
     if found is None:
         found = _records[key] = Record(x)

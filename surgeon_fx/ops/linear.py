@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgeon_fx.kernels.backends import active_backend
 from surgeon_fx.kernels.layout import is_row_major
 from surgeon_fx.kernels.sparse_grad import linear_weight_grad, linear_weight_grad_pays
 from surgeon_fx.ops.common import (
@@ -59,7 +60,7 @@ def _weight_grad(kept: Kept, saved: Sequence[Any], rows: Tensor) -> Tensor:
     if linear_weight_grad_pays(saved[0].numel(), rows, inputs) and is_row_major(kept.shape, kept.restored_stride):
         found = kept.packed(*saved)
         if found is not None:
-            return linear_weight_grad(rows, *found, inputs)
+            return linear_weight_grad(rows, *found, inputs, active_backend(rows.device.type))
     return rows.t().mm(kept.restore(*saved).reshape(-1, inputs))
 
 

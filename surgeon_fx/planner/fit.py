@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from surgeon_fx.api import is_transformed, rewrite_of
+from surgeon_fx.api import behind_door, is_transformed, rewrite_of
 from surgeon_fx.planner import arithmetic, facts
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -83,6 +83,7 @@ def fit(
     `importance` is a number per layer, as `refresh` finds it; without it the paper's memory term decides.
     `surgeon_fx.ratios(model).update(fit.ratios)` puts them to use.
     """
+    model = behind_door(model)
     if not is_transformed(model):
         raise ValueError("fit finds ratios for a transformed model: call surgeon_fx.transform(model) first")
     if what not in ("saved", "peak"):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from surgeon_fx.api import is_transformed, rewrite_of, transformed_part
+from surgeon_fx.api import behind_door, is_transformed, rewrite_of, transformed_part
 from surgeon_fx.distributed import unwrapped
 from surgeon_fx.modules import trains
 from surgeon_fx.planner import arithmetic, facts
@@ -137,6 +137,7 @@ def plan(
     `world_size` and `sharding` ("none", "optimizer" or "full") ask for what one of several ranks holds, given its own
     batch as inputs and an optimizer with so many `optimizer_states` per parameter: `plan.rank`.
     """
+    model = behind_door(model)
     if world_size is None and sharding is not None:
         raise ValueError("sharding is over ranks: give world_size too")
     found = facts.step(model, inputs, named_inputs, ratios, train, device=device)

@@ -178,3 +178,16 @@ def test_what_it_is_not_for(model):
         adapt.MECTA(model, prior=2)
     with pytest.raises(ValueError, match="ratio"):
         adapt.MECTA(model, ratio=2.0)
+
+
+def test_a_batch_that_is_not_finite_leaves_the_statistics(model, x):
+    adapter = adapt.MECTA(model)
+    adapter(x)
+    before = [x.clone() for norm in adapter.norms.values() for x in (norm.mean, norm.var)]
+    bad = x.clone()
+    bad[0, 0, 0, 0] = float("nan")
+    with pytest.warns(UserWarning, match="left as it is"):
+        adapter(bad)
+    after = [x for norm in adapter.norms.values() for x in (norm.mean, norm.var)]
+    assert all(map(torch.equal, after, before))
+    assert adapter(x).isfinite().all()
