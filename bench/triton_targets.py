@@ -80,6 +80,7 @@ def kernels(width: int, any_width: bool) -> Iterator[tuple[Any, dict[str, object
     yield compress.finish_kernel, {**block, "LEVELS": compress.levels(width)}
     yield compress.pack_kernel, block
     yield compress.expand_kernel, {"SIZE": compress.BLOCK}
+    yield compress.pick_kernel, {"SIZE": compress.BLOCK}
     yield bits.pack_sign_kernel, block
     yield bits.mask_by_bits_kernel, {"SIZE": compress.BLOCK}
     if width in FLOATS:

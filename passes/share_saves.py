@@ -2,17 +2,20 @@
 
 Tags alone: the norm or activation that starts a chain is told which layers its save serves, the activations inside it
 hand it on. The rewrite puts that into the graph; what runs is in `surgeon_fx/ops/share.py`.
+
+norm -> sum -> conv or linear, with activations in between: the places that the norm keeps serve what is behind the sum.
+The sum, which no rule takes, is replaced here.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from surgeon_fx.ops.registry import rule_for
-from surgeon_fx.ops.share import ACTIVATIONS, STARTS
+from surgeon_fx.ops.share import ACTIVATIONS, STARTS, adding
 from surgeon_fx.ops.slots import sharing_key
 from surgeon_fx.passes.tag_saves import SAVING, function_name, requires_grad, saving_of
 
@@ -44,7 +47,8 @@ def share_saves_pass(gm: fx.GraphModule) -> PassResult:
         if saving is None or not saving.layer or node in inside or not (_is_norm(node) or _activation(node) in STARTS):
             continue
         users, between = _behind(node)
-        if not users:
+        sums = _rewrite_sums(node) if _is_norm(node) else 0
+        if not users and not sums:
             continue
         inside.update(between)
         names = (one.layer for user in users if (one := saving_of(user)) is not None and one.layer != saving.layer)
@@ -58,6 +62,30 @@ def share_saves_pass(gm: fx.GraphModule) -> PassResult:
             activation.meta[SAVING] = replace(activation.meta[SAVING], hands_on=True)
         changed = True
     return PassResult(gm, changed)
+
+
+def _rewrite_sums(norm: fx.Node) -> int:
+    """Has sums of a norm's output hand on the places that it keeps, where somebody behind them prunes; how many do."""
+    count = 0
+    for node in list(norm.users):
+        if not _is_sum(node):
+            continue
+        users, between = _behind(node)
+        if users:
+            function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
+            node.op, node.target = "call_function", adding(function)
+            for activation in between:
+                activation.meta[SAVING] = replace(activation.meta[SAVING], hands_on=True)
+            count += 1
+    return count
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Of two tensors."""
+    if node.op not in ("call_function", "call_method") or function_name(node).strip("_") not in ("add", "iadd"):
+        return False
+    values = [x.meta.get("example_value") for x in node.args[:2] if isinstance(x, fx.Node)]
+    return len(values) == 2 and all(isinstance(x, Tensor) for x in values)
 
 
 def _behind(start: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -98,6 +98,14 @@ def decompress(compressed: Compressed, backend: str = "auto") -> Tensor:
     return _decompress_op(c.values, c.bitmask, c.shape, c.stride, check_backend(backend))
 
 
+def pick(x: Tensor, bitmask: Tensor, kept: int, backend: str = "auto") -> Tensor:
+    """The elements of x whose bits are set, in memory order: `compress` where others have chosen. Not differentiable.
+
+    `bitmask` has `kept` bits set, as that of a compressed tensor of as many elements has; empty where all are kept.
+    """
+    return _pick_op(densify(check_float(x)), check_tensor(bitmask, "bitmask"), kept, check_backend(backend))
+
+
 def check_parts(values: Tensor, bitmask: Tensor, numel: int) -> None:
     check_float(values, "values")
     if bitmask.dtype is not torch.uint8:
@@ -150,6 +158,20 @@ def _fake_decompress(
     return values.new_empty_strided(size, stride)
 
 
+def _run_pick(x: Tensor, bitmask: Tensor, kept: int, backend: str = "auto") -> Tensor:
+    flat = flatten(densify(check_float(x)))
+    if not 0 <= kept <= flat.numel():
+        raise ValueError(f"kept must be 0 to {flat.numel()}, got {kept}")
+    check_parts(flat[:kept], bitmask, flat.numel())
+    if not mask_bytes(flat.numel(), kept):
+        return flat[:kept].clone()
+    return implementation("compress", backend, x.device.type).pick(flat, bitmask, kept)
+
+
+def _fake_pick(x: Tensor, bitmask: Tensor, kept: int, backend: str = "auto") -> Tensor:
+    return x.new_empty(kept)
+
+
 _compress_op = define_op(
     'compress(Tensor x, float ratio, str backend="auto") -> (Tensor values, Tensor bitmask)',
     _run_compress,
@@ -159,4 +181,9 @@ _decompress_op = define_op(
     'decompress(Tensor values, Tensor bitmask, SymInt[] size, SymInt[] stride, str backend="auto") -> Tensor',
     _run_decompress,
     _fake_decompress,
+)
+_pick_op = define_op(
+    'pick(Tensor x, Tensor bitmask, SymInt kept, str backend="auto") -> Tensor',
+    _run_pick,
+    _fake_pick,
 )

@@ -70,3 +70,20 @@ def decompress_into(values: Tensor, bitmask: Tensor, flat: Tensor) -> None:
     )
     if mismatch:
         raise ValueError(mask_mismatch(values.numel()))
+
+
+def pick(flat: Tensor, bitmask: Tensor, kept: int) -> Tensor:
+    values = flat.new_empty(kept)
+    mismatch = call(
+        "sfx_pick",
+        flat.data_ptr(),
+        flat.numel(),
+        flat.element_size(),
+        bitmask.data_ptr(),
+        kept,
+        values.data_ptr(),
+        threads(),
+    )
+    if mismatch:
+        raise ValueError(mask_mismatch(kept))
+    return values

@@ -48,6 +48,12 @@ def decompress(values: Tensor, bitmask: Tensor, numel: int) -> Tensor:
     return values.new_zeros(numel).masked_scatter_(keep, values)
 
 
+def pick(flat: Tensor, bitmask: Tensor, kept: int) -> Tensor:
+    keep = unpack_bits(bitmask, flat.numel())
+    check_mask(bitmask, kept, keep)
+    return flat.masked_select(keep)
+
+
 def _blocks(flat: Tensor) -> list[tuple[int, Tensor]]:
     return [(begin, flat[begin : begin + BLOCK]) for begin in range(0, flat.numel(), BLOCK)]
 

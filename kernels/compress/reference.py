@@ -25,6 +25,12 @@ def decompress(values: Tensor, bitmask: Tensor, numel: int) -> Tensor:
     return flat
 
 
+def pick(flat: Tensor, bitmask: Tensor, kept: int) -> Tensor:
+    keep = unpack_bits(bitmask, flat.numel())
+    check_mask(bitmask, kept, keep)
+    return flat[keep]
+
+
 def check_mask(bitmask: Tensor, kept: int, keep: Tensor) -> None:
     """ValueError unless the mask has one bit for each value and none behind the last element."""
     last = keep.numel() % 8

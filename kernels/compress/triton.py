@@ -304,6 +304,18 @@ def expand_kernel(values, kept, bitmask, out, n, blocks, SIZE: tl.constexpr):
     tl.store(out + at, found, mask=at < n)
 
 
+@triton.jit
+def pick_kernel(x, bitmask, out, n, kept, blocks, SIZE: tl.constexpr):
+    """The other way: elements to where their block's values start, plus their rank in the block."""
+    block = tl.program_id(0).to(tl.int64)
+    at = block * SIZE + tl.arange(0, SIZE)
+    byte = tl.load(bitmask + at // 8, mask=at < n, other=0).to(tl.int32)
+    keep = (byte >> (at % 8).to(tl.int32)) & 1
+    spot = tl.load(blocks + block) + tl.cumsum(keep, 0) - 1
+    element = tl.load(x + at, mask=at < n, other=0)
+    tl.store(out + spot, element, mask=(at < n) & (keep == 1) & (spot < kept))
+
+
 def levels(width: int) -> int:
     """Radix levels for keys of `width` - 1 bits."""
     return math.ceil((width - 1) / RADIX_BITS.value)
@@ -362,12 +374,9 @@ def decompress(values: Tensor, bitmask: Tensor, numel: int) -> Tensor:
     """Whether the mask has as many bits as there are values is not checked: the answer would stall the device."""
     flat = values.new_empty(numel)
     integer = FLOAT_BITS[values.dtype].integer
-    block_count = triton.cdiv(numel, BLOCK)
     with on_device(values):
-        blocks = torch.empty(block_count, dtype=torch.int64, device=values.device)
-        popcount_kernel[(block_count,)](bitmask, bitmask.numel(), blocks, SIZE=BLOCK // 8, num_warps=NUM_WARPS)
-        scan_kernel[(1,)](blocks, block_count, blocks, WITH_TIES=False, SIZE=SCAN_BLOCK, num_warps=NUM_WARPS)
-        expand_kernel[(block_count,)](
+        blocks = _block_starts(bitmask, numel)
+        expand_kernel[(blocks.numel(),)](
             values.view(integer),
             values.numel(),
             bitmask,
@@ -378,3 +387,31 @@ def decompress(values: Tensor, bitmask: Tensor, numel: int) -> Tensor:
             num_warps=NUM_WARPS,
         )
     return flat
+
+
+def pick(flat: Tensor, bitmask: Tensor, kept: int) -> Tensor:
+    """As in `decompress`, nobody checks how many bits the mask has; what it lacks is zero."""
+    values = flat.new_zeros(kept)
+    integer = FLOAT_BITS[flat.dtype].integer
+    with on_device(flat):
+        blocks = _block_starts(bitmask, flat.numel())
+        pick_kernel[(blocks.numel(),)](
+            flat.view(integer),
+            bitmask,
+            values.view(integer),
+            flat.numel(),
+            kept,
+            blocks,
+            SIZE=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+    return values
+
+
+def _block_starts(bitmask: Tensor, numel: int) -> Tensor:
+    """Where the values of each block start."""
+    block_count = triton.cdiv(numel, BLOCK)
+    blocks = torch.empty(block_count, dtype=torch.int64, device=bitmask.device)
+    popcount_kernel[(block_count,)](bitmask, bitmask.numel(), blocks, SIZE=BLOCK // 8, num_warps=NUM_WARPS)
+    scan_kernel[(1,)](blocks, block_count, blocks, WITH_TIES=False, SIZE=SCAN_BLOCK, num_warps=NUM_WARPS)
+    return blocks

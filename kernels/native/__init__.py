@@ -28,6 +28,8 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     # values, kept, mask, n, width, out, threads
     "sfx_decompress": (c_int, [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int]),
+    # x, n, width, mask, kept, values, threads
+    "sfx_pick": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int]),
     # x, n, width, inf, bits, threads
     "sfx_pack_sign": (None, [c_void_p, c_int64, c_int64, c_uint64, c_void_p, c_int]),
     # mask, n, bits, threads

@@ -213,6 +213,23 @@ static void FN(expand)(const void *values_, int64_t values_n, const uint8_t *mas
 #endif
 }
 
+/* The elements whose bits are set, in order; of `out_n` that were counted, zeros for those that are no longer there. */
+static void FN(pick)(const void *x_, int64_t n, const uint8_t *mask, void *out_, int64_t out_n) {
+    const key_t *x = x_;
+    key_t *out = out_, *end = out + out_n;
+    for (int64_t i = 0; i < n; i += WORD) {
+        uint64_t set = 0;
+        memcpy(&set, mask + i / 8, n - i >= WORD ? 8 : (size_t)(n - i + 7) / 8);
+        set = within(set, n - i, end - out);
+        if (n - i >= WORD && end - out >= WORD) { /* a wide store past the end would hit the next chunk's output */
+            EACH_STEP(s) FN(compact)(out + set_before(set, s * LANES), FN(load)(x + i + s * LANES), set >> s * LANES & low_bits(LANES));
+            out += __builtin_popcountll(set);
+        } else
+            for (; set; set &= set - 1) *out++ = x[i + __builtin_ctzll(set)];
+    }
+    memset(out, 0, (size_t)(end - out) * sizeof *out);
+}
+
 /* x, or where there is none `value`, in the places of bits that are set; zero elsewhere. */
 static void FN(select)(const uint8_t *bits, int64_t n, const void *x_, uint64_t value, void *out_, int stream) {
     const key_t *x = x_;

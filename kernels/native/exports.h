@@ -13,6 +13,7 @@ EXPORT int sfx_openmp(void);
 EXPORT int sfx_compress(const void *x, int64_t n, int64_t width, uint64_t inf, int64_t kept, void *values, uint8_t *mask, int threads);
 EXPORT int sfx_compress_normalised(const float *x, int64_t n, const float *mean, const float *rstd, int64_t length, int64_t groups, int64_t kept, float *values, uint8_t *mask, int threads);
 EXPORT int sfx_decompress(const void *values, int64_t kept, const uint8_t *mask, int64_t n, int64_t width, void *out, int threads);
+EXPORT int sfx_pick(const void *x, int64_t n, int64_t width, const uint8_t *mask, int64_t kept, void *values, int threads);
 
 EXPORT void sfx_pack_sign(const void *x, int64_t n, int64_t width, uint64_t inf, uint8_t *bits, int threads);
 EXPORT void sfx_pack_bits(const uint8_t *mask, int64_t n, uint8_t *bits, int threads);

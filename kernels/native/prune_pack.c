@@ -68,6 +68,7 @@ typedef struct {
     void (*pack)(Source x, int64_t n, uint64_t nan_key, uint64_t t, const Chunk *c, void *out, uint8_t *mask);
     void (*expand)(const void *values, int64_t values_n, const uint8_t *mask, int64_t n, void *out, int stream);
     void (*sign)(const void *x, int64_t n, uint64_t nan_key, uint8_t *bits);
+    void (*pick)(const void *x, int64_t n, const uint8_t *mask, void *out, int64_t out_n);
     void (*select)(const uint8_t *bits, int64_t n, const void *x, uint64_t value, void *out, int stream);
 } Kernels;
 
@@ -82,9 +83,9 @@ INLINE int64_t place_in_stratum(int64_t i, int64_t stride) {
 #define SFX_ALL_WIDTHS
 #include "for_each_isa.h"
 
-#define WIDTHS(isa) {{gather_##isa##_16, histogram_##isa##_16, bisect_##isa##_16, count_##isa##_16, tally_##isa##_16, pack_##isa##_16, expand_##isa##_16, sign_##isa##_16, select_##isa##_16}, \
-                     {gather_##isa##_32, histogram_##isa##_32, bisect_##isa##_32, count_##isa##_32, tally_##isa##_32, pack_##isa##_32, expand_##isa##_32, sign_##isa##_32, select_##isa##_32}, \
-                     {gather_##isa##_64, histogram_##isa##_64, bisect_##isa##_64, count_##isa##_64, tally_##isa##_64, pack_##isa##_64, expand_##isa##_64, sign_##isa##_64, select_##isa##_64}}
+#define WIDTHS(isa) {{gather_##isa##_16, histogram_##isa##_16, bisect_##isa##_16, count_##isa##_16, tally_##isa##_16, pack_##isa##_16, expand_##isa##_16, sign_##isa##_16, pick_##isa##_16, select_##isa##_16}, \
+                     {gather_##isa##_32, histogram_##isa##_32, bisect_##isa##_32, count_##isa##_32, tally_##isa##_32, pack_##isa##_32, expand_##isa##_32, sign_##isa##_32, pick_##isa##_32, select_##isa##_32}, \
+                     {gather_##isa##_64, histogram_##isa##_64, bisect_##isa##_64, count_##isa##_64, tally_##isa##_64, pack_##isa##_64, expand_##isa##_64, sign_##isa##_64, pick_##isa##_64, select_##isa##_64}}
 
 static const Kernels tables[ISAS][3] = {
 #ifdef SFX_X86
@@ -320,15 +321,11 @@ static int64_t count_bits(const uint8_t *bits, int64_t n) {
     return sum;
 }
 
-/* Puts the values where the mask has bits, zeros elsewhere. Returns 0, 1 if the mask does not have `kept` bits among the
- * first n and none after (nothing is written then), or -1 if there was no memory for scratch. */
-EXPORT int sfx_decompress(const void *values, int64_t kept, const uint8_t *mask, int64_t n, int64_t width, void *out, int threads) {
-    const Kernels *k = kernels_for(width);
+/* Where the values of each chunk start, and after the last the end. NULL without memory. */
+static int64_t *chunk_offsets(const uint8_t *mask, int64_t n, int shards) {
     int64_t chunks = (n + CHUNK - 1) / CHUNK, offset = 0;
-    int shards = shards_for(n, threads), fresh = is_fresh(out, n * width);
-    int stream = is_streamed(out, n * width, fresh);
     int64_t *offsets = malloc((size_t)(chunks + 1) * sizeof *offsets);
-    if (!offsets) return -1;
+    if (!offsets) return NULL;
     FOR_SHARDS(s, shards, n / 8)
         for (int64_t c = share(chunks, s, shards); c < share(chunks, s + 1, shards); c++)
             offsets[c] = count_bits(mask + c * (CHUNK / 8), (chunk_size(n, c) + 7) / 8);
@@ -337,7 +334,20 @@ EXPORT int sfx_decompress(const void *values, int64_t kept, const uint8_t *mask,
         offsets[c] = offset;
         offset += here;
     }
-    int fits = offset == kept && !has_stray_bits(mask, n);
+    offsets[chunks] = offset;
+    return offsets;
+}
+
+/* Puts the values where the mask has bits, zeros elsewhere. Returns 0, 1 if the mask does not have `kept` bits among the
+ * first n and none after (nothing is written then), or -1 if there was no memory for scratch. */
+EXPORT int sfx_decompress(const void *values, int64_t kept, const uint8_t *mask, int64_t n, int64_t width, void *out, int threads) {
+    const Kernels *k = kernels_for(width);
+    int64_t chunks = (n + CHUNK - 1) / CHUNK;
+    int shards = shards_for(n, threads), fresh = is_fresh(out, n * width);
+    int stream = is_streamed(out, n * width, fresh);
+    int64_t *offsets = chunk_offsets(mask, n, shards);
+    if (!offsets) return -1;
+    int fits = offsets[chunks] == kept && !has_stray_bits(mask, n);
     if (fits) {
         FOR_SHARDS(s, shards, n)
             for (int64_t c = share(chunks, s, shards), end = share(chunks, s + 1, shards), ready = c; c < end; c++) {
@@ -349,6 +359,21 @@ EXPORT int sfx_decompress(const void *values, int64_t kept, const uint8_t *mask,
                 k->expand((const char *)values + offsets[c] * width, kept - offsets[c], mask + c * (CHUNK / 8), chunk_size(n, c), at, stream);
             }
     }
+    free(offsets);
+    return fits ? 0 : 1;
+}
+
+/* The other way: the elements of x where the mask has bits. Returns as sfx_decompress does. */
+EXPORT int sfx_pick(const void *x, int64_t n, int64_t width, const uint8_t *mask, int64_t kept, void *values, int threads) {
+    const Kernels *k = kernels_for(width);
+    int64_t chunks = (n + CHUNK - 1) / CHUNK;
+    int shards = shards_for(n, threads);
+    int64_t *offsets = chunk_offsets(mask, n, shards);
+    if (!offsets) return -1;
+    int fits = offsets[chunks] == kept && !has_stray_bits(mask, n);
+    if (fits) FOR_SHARDS(s, shards, n)
+        for (int64_t c = share(chunks, s, shards); c < share(chunks, s + 1, shards); c++)
+            k->pick((const char *)x + c * CHUNK * width, chunk_size(n, c), mask + c * (CHUNK / 8), (char *)values + offsets[c] * width, offsets[c + 1] - offsets[c]);
     free(offsets);
     return fits ? 0 : 1;
 }

@@ -10,7 +10,8 @@ are pointed at the activation itself, which stays alive anyway. What may not be 
 same activation are pointed at those.
 
 An activation that was computed from another by element, a norm's output from its normalised input, may be rebuilt from
-what is kept of that (`Share`): then nothing is kept of it.
+what is kept of that (`Share`): then nothing is kept of it. One that was added to others since is no longer known from
+that; it is kept at the same places (`Record.places`), so that one bitmask serves both.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from surgeon_fx.kernels import Compressed, compress, decompress, dequantize, quantize, quantized_bytes, rescale
-from surgeon_fx.kernels.layout import FLOAT_BITS, flatten, is_dense, unflatten
+from surgeon_fx.kernels import Compressed, compress, decompress, dequantize, pick, quantize, quantized_bytes, rescale
+from surgeon_fx.kernels.layout import FLOAT_BITS, flatten, is_dense, kept_count, unflatten
 from surgeon_fx.ops.slots import Slot, memory_key, note
 
 SMALL_BYTES = 4096  # statistics, masks of a few elements: not worth pruning
@@ -40,7 +41,7 @@ Prune = Callable[[Tensor, float], Compressed]
 class Record:
     """What is kept of one activation's memory. Holds none of it: whoever saved the tensors does."""
 
-    __slots__ = ("__weakref__", "bitmask", "dense", "ratio", "rounding", "share", "storage", "values")
+    __slots__ = ("__weakref__", "bitmask", "dense", "places", "ratio", "rounding", "share", "storage", "values")
 
     def __init__(self, x: Tensor) -> None:
         self.storage = StorageWeakRef(x.untyped_storage())  # while this lives, no other storage has the same identity
@@ -50,12 +51,23 @@ class Record:
         self.rounding: str | None = None  # an operation keeps all of it, rounded so
         self.dense = False  # an operation keeps it exactly
         self.share: Share | None = None  # what it can be rebuilt from
+        self.places: Share | None = None  # what is kept of another in the same memory order, whose places will do
 
     def saved(self) -> tuple[Tensor, Tensor] | None:
         """The tensors that are kept, if somebody still holds them."""
         values = None if self.values is None else self.values()
         bitmask = None if self.bitmask is None else self.bitmask()
         return None if values is None or bitmask is None else (values, bitmask)
+
+    def pruned(self, x: Tensor, ratio: float, prune: Prune) -> tuple[Tensor, Tensor]:
+        """Values and bitmask of the activation; at the places of another where as many are kept of that."""
+        places = None if self.places is None else self.places.saved()
+        if places is not None and (bitmask := places[1]) is not None and bitmask.numel():
+            values, kept = places[0], kept_count(x.numel(), ratio)
+            if values is not None and values.numel() == kept < x.numel():
+                return pick(x, bitmask, kept), bitmask.detach()  # not the same tensor: either may be pointed elsewhere
+        found = prune(x, ratio)
+        return found.values, found.bitmask
 
     def shared(self, ratio: float) -> Share | None:
         """What it can be rebuilt from, where that keeps at least as much as the ratio wants."""
@@ -208,7 +220,9 @@ class Kept:
             x = self.activation if self.instead_of is None else self.instead_of
             kind = "norm" if self.instead_of is not None else "prune" if is_prunable(x) else "exact"
             source = () if self.share is None else self.share.source
-            note(self.slot, ctx, kind, x, slice(place, place + self.count), self.beside, source)
+            places = None if self.share is not None or self.record is None else self.record.places
+            places_of = () if places is None else places.source
+            note(self.slot, ctx, kind, x, slice(place, place + self.count), self.beside, source, places_of)
         del self.saved, self.instead_of, self.activation
         return saved
 
@@ -249,11 +263,29 @@ SHARES = "surgeon_fx_shares"  # in the metadata of an autograd node: records of 
 
 def offer(output: Tensor, share: Share) -> None:
     """Has whoever prunes an activation rebuild it from what is kept of another, for as long as its node lives."""
-    node: Any = output.grad_fn
-    if node is not None and not is_checkpointed():
-        record = _record(output)
+    if (record := _lasting_record(output)) is not None:
         record.share = share
-        node.metadata.setdefault(SHARES, []).append(record)
+
+
+def offer_places(output: Tensor, share: Share) -> None:
+    """Has whoever prunes an activation keep it at the places where another is kept, for as long as its node lives."""
+    if (record := _lasting_record(output)) is not None:
+        record.places = share
+
+
+def _lasting_record(output: Tensor) -> Record | None:
+    node: Any = output.grad_fn
+    if node is None or is_checkpointed():
+        return None
+    record = _record(output)
+    node.metadata.setdefault(SHARES, []).append(record)
+    return record
+
+
+def find_places(x: Tensor) -> Share | None:
+    """The other activation at whose places this one may be kept."""
+    record = _records.get(_key(x))
+    return None if record is None else record.places
 
 
 def find_share(x: Tensor, ratio: float = 1.0) -> Share | None:
@@ -276,9 +308,9 @@ def _save(record: Record, x: Tensor, ratio: float, prune: Prune) -> tuple[Tensor
     before = record.saved()
     if before is not None and (record.rounding is not None or ratio >= record.ratio):
         return before
-    found = prune(x if is_dense(x) else x.contiguous(), ratio)
+    found = record.pruned(x if is_dense(x) else x.contiguous(), ratio, prune)
     record.ratio, record.rounding = ratio, None
-    return _replace(record, before, found.values, found.bitmask)
+    return _replace(record, before, *found)
 
 
 def _replace(record: Record, before: tuple[Tensor, Tensor] | None, first: Tensor, second: Tensor) -> Any:

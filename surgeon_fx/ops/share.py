@@ -5,6 +5,9 @@ is rebuilt from it: act(x-hat * weight + bias) at the places that the norm kept,
 activation between the two reads; one that is behind no norm keeps its input for the layer behind it. What is kept is
 kept at the lowest ratio of those it serves.
 
+norm -> sum -> activation -> conv or linear, the end of a residual block: the layer's input is kept at the places that
+the norm kept, where both keep as many, so that one bitmask serves both.
+
 Reference: the gradients of each operation, its activation replaced by the rebuilt one. `passes/share_saves.py` says
 where; a chain that turns out otherwise when it runs (other memory, a ratio of 0) keeps each save for itself.
 """
@@ -22,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon_fx.ops.common import is_parameter
-from surgeon_fx.ops.keep import Kept, Share, find_share, offer
+from surgeon_fx.ops.keep import Kept, Share, find_places, find_share, offer, offer_places
 from surgeon_fx.ops.slots import Slot, slot_behind
 
 # Activations, element by element, of the input alone. Those that keep their input can start a chain.
@@ -71,7 +74,7 @@ def handing_on(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     native = ACTIVATIONS[op.__name__]
 
     def run(key: str, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        share, stride, slot = find_share(input), input.stride(), slot_behind(key)
+        share, places, stride, slot = find_share(input), find_places(input), input.stride(), slot_behind(key)
         output = op(key, input, *args, **kwargs)
         kept: tuple[Kept, ...] = getattr(output.grad_fn, "kept", ())
         if share is None and slot.offers and kept and kept[0].share is None:
@@ -79,7 +82,25 @@ def handing_on(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if share is not None and output.stride() == stride:
             functions = (*share.functions, lambda x: native(x, *args, **kwargs))
             offer(output, replace(share, functions=functions))
+        if places is not None and output.stride() == stride:
+            offer_places(output, places)
         return output
 
     run.__name__ = run.__qualname__ = f"handing_on_{op.__name__}"
+    return run
+
+
+@cache
+def adding(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A sum of two activations. What is kept of the one that a norm made tells where to keep the sum."""
+
+    def run(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = [(share, x.stride()) for x in (left, right) if (share := find_share(x)) and not share.functions]
+        output = function(left, right, *args, **kwargs)
+        for share, stride in found[:1]:
+            if output.numel() == share.numel and output.stride() == stride and output.dtype == share.dtype:
+                offer_places(output, share)
+        return output
+
+    run.__name__ = run.__qualname__ = f"adding_{function.__name__}"
     return run

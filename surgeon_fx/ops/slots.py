@@ -42,6 +42,7 @@ class Note:
     alive: StorageWeakRef  # so that no later storage takes the same identity
     sharers: tuple[str, ...] = ()  # other layers that are served by what is kept
     source: tuple[str, ...] = ()  # the layer whose save the activation is rebuilt from, and those that share it
+    places: tuple[str, ...] = ()  # likewise, of the save at whose places the activation is kept where as many are
 
     @property
     def numel(self) -> int:
@@ -55,6 +56,7 @@ def make_note(
     place: slice = slice(0, 0),
     beside: int = 0,
     source: tuple[str, ...] = (),
+    places: tuple[str, ...] = (),
 ) -> Note:
     storage = x.untyped_storage()
     return Note(
@@ -70,6 +72,7 @@ def make_note(
         StorageWeakRef(storage),
         slot.sharers,
         source,
+        places,
     )
 
 

@@ -35,6 +35,7 @@ class Saving:
     `fixed_bytes`, unless somebody keeps `key` exactly, and those who would prune it share that. "fixed" holds
     `fixed_bytes`. What serves `sharers` too is kept at the lowest of their ratios; what can be rebuilt from the save of
     `source` (a layer, then those that share it) keeps nothing where that is at least as much as its own ratio wants.
+    What is kept at the `places` of another save has no mask of its own where as many are kept of that.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Saving:
     exact_bytes: int = 0
     sharers: tuple[str, ...] = ()
     source: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
 
 
 def compressed_bytes(numel: int, itemsize: int, ratio: float) -> int:
@@ -86,7 +88,10 @@ def held_bytes(savings: Iterable[Saving], ratios: Mapping[str, float]) -> int:
     total += sum(storages.values()) + sum(size for key, size in rounded.items() if key not in dense)
     for key, (saving, ratio) in pruned.items():
         if key not in dense and key not in rounded:
-            total += compressed_bytes(saving.numel, saving.itemsize, ratio)
+            kept = kept_count(saving.numel, ratio)
+            elsewhere = shared_ratio(ratios, saving.places[0], saving.places[1:]) if saving.places else 0.0
+            has_mask = not elsewhere or kept_count(saving.numel, elsewhere) != kept
+            total += kept * saving.itemsize + (mask_bytes(saving.numel, kept) if has_mask else 0)
     return total
 
 

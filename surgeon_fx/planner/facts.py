@@ -254,6 +254,7 @@ def _savings(model: nn.Module, outputs: Any) -> list[Saving]:
                         note.beside,
                         note.sharers,
                         note.source,
+                        note.places,
                     )
                 )
             elif note.kind == "exact":

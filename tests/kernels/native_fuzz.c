@@ -329,6 +329,7 @@ static const char *one_case(int racing) {
     if (sfx_decompress(values, kept, mask, n, width, out, threads)) wrong = "compressed parts do not go together";
     for (int64_t i = 0, at = 0; !wrong && !racing && i < n; i++)
         if (element(out, i, width) != (bit(mask, i) ? element(values, at++, width) : 0)) wrong = "restored";
+    if (!racing && (sfx_pick(x, n, width, mask, kept, out, threads) || memcmp(out, values, (size_t)(kept * width)))) wrong = "picked";
     for (int64_t i = 0; !wrong && !racing && i < n; i++) {
         uint64_t v = element(x, i, width);
         int positive = !(v >> (8 * width - 1)) && v, nan = key(v, width, inf) > inf;
@@ -360,6 +361,7 @@ static const char *one_case(int racing) {
     int64_t flipped = below(n);
     mask[flipped / 8] ^= (uint8_t)(1 << flipped % 8);
     if (sfx_decompress(values, kept, mask, n, width, out, threads) != 1) wrong = "a flipped bit was not refused";
+    if (sfx_pick(x, n, width, mask, kept, out, threads) != 1) wrong = "a flipped bit was not refused";
     mask[flipped / 8] ^= (uint8_t)(1 << flipped % 8);
     if (n % 8) {
         mask[bytes - 1] |= 0x80, bits[bytes - 1] |= 0x80;
@@ -372,6 +374,7 @@ static const char *one_case(int racing) {
         for (int i = 0; i < 4; i++) {
             thread = start(i % 2 ? disturb : permute, &marks);
             (void)sfx_decompress(values, kept, mask, n, width, out, threads);
+            (void)sfx_pick(x, n, width, mask, kept, out, threads);
             stop_disturbing(&marks, thread);
         }
     }

@@ -120,6 +120,7 @@ def test_ops_check_what_they_are_given():
         (ops.compress, (X[:, ::2], 1.0)),
         (ops.decompress, PARTS),
         (ops.decompress, (*PARTS, "reference")),
+        (ops.pick, (X, COMPRESSED.bitmask, COMPRESSED.kept)),
         (ops.pack_bits, (X > 0,)),
         (ops.pack_sign, (X,)),
         (ops.unpack_bits, (pack_bits(X > 0), X.numel())),

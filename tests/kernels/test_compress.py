@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from kernel_cases import DTYPES, LARGE, RATIOS, SIZES, VALUES, assert_same, make, ratios, same_bits, strided_tensors
 
-from surgeon_fx.kernels import Compressed, compress, decompress, kept_count, layout, mask_bytes, unavailable_reason
+from surgeon_fx.kernels import (
+    Compressed,
+    compress,
+    decompress,
+    kept_count,
+    layout,
+    mask_bytes,
+    pick,
+    unavailable_reason,
+)
 
 FAST_BACKENDS = [b for b in ("torch", "cpu") if not unavailable_reason(b, "cpu")]
 
@@ -21,6 +30,7 @@ def check(x, ratio):
         restored = decompress(actual, backend=backend)
         assert same_bits(restored, dense)
         assert restored.stride() == actual.stride
+        assert same_bits(pick(x, actual.bitmask, actual.kept, backend=backend), expected.values)
 
 
 def test_meaning_by_hand():
@@ -29,6 +39,7 @@ def test_meaning_by_hand():
     assert c.values.tolist() == [-4.0, 4.0, -5.0]  # of three fours, the two that come first
     assert c.bitmask.tolist() == [0b00011010, 0]
     assert decompress(c).tolist() == [0, -4.0, 0, 4.0, -5.0, 0, 0, 0, 0, 0]
+    assert pick(torch.arange(10.0), c.bitmask, c.kept).tolist() == [1, 3, 4]
 
 
 def test_nan_is_never_dropped_in_silence():
@@ -153,6 +164,22 @@ def test_parts_that_do_not_match_are_refused(backend):
     ):
         with pytest.raises(ValueError, match="values|bitmask"):
             decompress(broken, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["reference", *FAST_BACKENDS])
+def test_places_that_do_not_match_are_refused(backend):
+    x, c = torch.randn(100), compress(torch.randn(100), 0.5)
+    flipped, stray = c.bitmask.clone(), c.bitmask.clone()
+    flipped[3] ^= 1
+    stray[-1] ^= 0b11000000
+    for bitmask, kept in (
+        *((c.bitmask, kept) for kept in (-1, 0, 49, 51, 100, 101)),
+        *((broken, 50) for broken in (flipped, stray, c.bitmask[:-1].clone(), c.bitmask.int(), c.bitmask.to("meta"))),
+    ):
+        with pytest.raises(ValueError, match="kept|bitmask"):
+            pick(x, bitmask, kept, backend=backend)
+    with pytest.raises(TypeError, match="bitmask must be a tensor"):
+        pick(x, [1], 1)
 
 
 def test_pruned_tensor_of_two_layouts_differs_only_in_ties():

@@ -18,6 +18,7 @@ from surgeon_fx.kernels import (
     mask_by_bits,
     pack_bits,
     pack_sign,
+    pick,
     unavailable_reason,
     unpack_bits,
     unpack_value,
@@ -36,6 +37,7 @@ def check(x, ratio):
     actual = compress(x, ratio, backend="triton")
     assert_same(actual, expected)
     assert same_bits(decompress(actual, backend="triton"), decompress(expected, backend="reference"))
+    assert same_bits(pick(x, expected.bitmask, expected.kept, backend="triton"), expected.values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
