@@ -66,6 +66,8 @@ def _setting_text(setting: dict[str, Any], rows: list[Row]) -> str:
     what += [f"{setting['stream']} stream"] if "stream" in setting else []
     what += [f"{setting['rounds']} rounds"] if "rounds" in setting else []
     what += [f"a window of {setting['window']}"] if "window" in setting else []
+    what += ["shared saves"] if setting.get("share_saves") else []
+    what += [f"exact saves in {setting['exact_saves']}"] if "exact_saves" in setting else []
     title = (
         f"{setting['model']} ({setting['weights']}) on {setting['data']}, {', '.join(what)}, batches of "
         f"{setting['batch']}; {here.device}, {here.threads} threads"

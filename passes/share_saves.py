@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from surgeon_fx.ops.registry import rule_for
-from surgeon_fx.ops.share import ACTIVATIONS, STARTS, adding
+from surgeon_fx.ops.share import ACTIVATIONS, STARTS, adding, is_sum
 from surgeon_fx.ops.slots import sharing_key
 from surgeon_fx.passes.tag_saves import SAVING, function_name, requires_grad, saving_of
 
@@ -46,9 +46,9 @@ def share_saves_pass(gm: fx.GraphModule) -> PassResult:
         saving = saving_of(node)
         if saving is None or not saving.layer or node in inside or not (_is_norm(node) or _activation(node) in STARTS):
             continue
-        users, between = _behind(node)
+        users, between, leaves = _behind(node)
         sums = _rewrite_sums(node) if _is_norm(node) else 0
-        if not users and not sums:
+        if not users and not sums and not leaves:
             continue
         inside.update(between)
         names = (one.layer for user in users if (one := saving_of(user)) is not None and one.layer != saving.layer)
@@ -70,8 +70,8 @@ def _rewrite_sums(norm: fx.Node) -> int:
     for node in list(norm.users):
         if not _is_sum(node):
             continue
-        users, between = _behind(node)
-        if users:
+        users, between, leaves = _behind(node)
+        if users or leaves:
             function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
             node.op, node.target = "call_function", adding(function)
             for activation in between:
@@ -81,21 +81,23 @@ def _rewrite_sums(norm: fx.Node) -> int:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Of two tensors."""
-    if node.op not in ("call_function", "call_method") or function_name(node).strip("_") not in ("add", "iadd"):
-        return False
-    values = [x.meta.get("example_value") for x in node.args[:2] if isinstance(x, fx.Node)]
-    return len(values) == 2 and all(isinstance(x, Tensor) for x in values)
+    values = [x.meta.get("example_value") if isinstance(x, fx.Node) else x for x in node.args]
+    return node.op in ("call_function", "call_method") and is_sum(node.target, values)
 
 
-def _behind(start: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Nodes behind one, through views and activations, that keep their input pruned, and the activations."""
+def _behind(start: fx.Node) -> tuple[list[fx.Node], list[fx.Node], bool]:
+    """Nodes behind one, through views and activations, that keep their input pruned, and the activations.
+
+    Also, whether one may be outside of the graph: then it is for whoever reads it there.
+    """
     users: list[fx.Node] = []
     between: list[fx.Node] = []
+    leaves = False
     ahead, seen = [start], {start}
     while ahead:
         node = ahead.pop()
         for user in node.users:
+            leaves |= user.op == "output"
             if user in seen or not user.args or user.args[0] is not node or not requires_grad(user):
                 continue
             seen.add(user)
@@ -106,7 +108,7 @@ def _behind(start: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
                 between.append(user)
             if activation is not None or function_name(user) in VIEWS:
                 ahead.append(user)
-    return users, between
+    return users, between, leaves
 
 
 def _is_norm(node: fx.Node) -> bool:

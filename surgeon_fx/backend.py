@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from surgeon_fx.config import Config
+from surgeon_fx.distributed import gathers_weights
 from surgeon_fx.kernels.layout import check_ratio
 from surgeon_fx.modules import is_layer
 from surgeon_fx.passes.capture import Backend
@@ -44,6 +45,7 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Ma
         rewrite.slots.default = ratio
     elif ratio:
         rewrite.table.fill(ratio)
+    rewrite.slots.gathers |= gathers_weights(rewrite.module if rewrite in _doors else None)
     return Backend(rewrite)(gm, example_inputs)
 
 

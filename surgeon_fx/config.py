@@ -20,8 +20,10 @@ class Config:
     ratio 0 keep their inputs as they are. Inside `torch.compile` it has no effect.
 
     `share_saves`: have norm -> activation -> conv or linear keep one pruned save, that of the norm, at the lowest of
-    their ratios, and rebuild the layer's input from it; likewise smooth activation -> conv or linear. In captured
-    graphs; where one of the ratios is 0, that layer is exact and keeps what it keeps.
+    their ratios, and rebuild the layer's input from it; likewise smooth activation -> conv or linear. Behind a sum of
+    the norm's output and something else, a layer with as many elements to keep keeps them at the norm's places: one
+    bitmask serves both. Where one of the ratios is 0, that layer is exact and keeps what it keeps. Outside of graphs a
+    norm is kept at its own ratio, and serves layers that want no more. Inside `torch.compile` nothing is shared.
 
     `return_freed_memory`: on Linux, have torch's freed activations go back to the system (`surgeon_fx.allocator`).
     """

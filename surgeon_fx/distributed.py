@@ -78,6 +78,15 @@ def is_sharded(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
+def gathers_weights(model: nn.Module | None) -> bool:
+    """Whether parts of a model gather their weights to run and give them up again. None: whether any may."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    if model is None:
+        return True
+    return any(is_sharded(part) or type(part).__name__ == "FullyShardedDataParallel" for part in model.modules())
+
+
 def sharded_parts(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_sharded(module)]
 

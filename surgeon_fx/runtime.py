@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from surgeon_fx import allocator
 from surgeon_fx.config import Config
+from surgeon_fx.distributed import gathers_weights
 from surgeon_fx.ops.compiler_mode import CompilerMode
 from surgeon_fx.ops.interpreter import Interpreter, current_interpreter
 from surgeon_fx.ops.keep import one_forward
@@ -106,7 +107,9 @@ class Rewrite:
                 found.update(self.owners())  # sharded modules take up their gathered parameters when they run
             return found.setdefault(id(parameter), self.slots.key(""))
 
-        return Interpreter(self.slots.key(""), owner, self._outside if self.config.capture else None)
+        self.slots.gathers |= gathers_weights(self.module)
+        took_over = self._outside if self.config.capture else None
+        return Interpreter(self.slots.key(""), owner, took_over, self.config.share_saves)
 
     def compiler_mode(self) -> CompilerMode:
         return CompilerMode(

@@ -126,10 +126,12 @@ def test_hooks_around_a_model_see_all_that_is_saved():
     """`save_on_cpu` and its like move what backward needs somewhere else: nothing may stay behind."""
     torch.manual_seed(0)
     model, x = Layer(), torch.randn(8, 40, 32)
-    transformed = surgeon_fx.transform(model)
+    transformed = surgeon_fx.transform(model, surgeon_fx.Config(share_saves=True))
+    apart = surgeon_fx.transform(model)  # what was moved cannot be shared
     for ratio in (0.0, 0.9):
         surgeon_fx.ratios(transformed).fill(ratio)
-        expected, elsewhere = step(transformed, x), []
+        surgeon_fx.ratios(apart).fill(ratio)
+        expected, elsewhere = step(apart, x), []
 
         def pack(tensor, elsewhere=elsewhere):
             elsewhere.append(tensor.detach().clone())

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from surgeon_fx.ops.keep import is_checkpointed
 from surgeon_fx.ops.registry import Rule, rule_for
 from surgeon_fx.ops.rounded import may_save, run_unknown
-from surgeon_fx.ops.slots import MARK
+from surgeon_fx.ops.share import ACTIVATIONS, adding, handing_on, is_sum
+from surgeon_fx.ops.slots import MARK, sharing_key
 
 MOST_NODES = 64  # of the graph behind a computed weight
 
@@ -26,13 +27,19 @@ Owner = Callable[[Tensor], str | None]  # the key of the layer that owns a param
 
 
 class Interpreter(TorchFunctionMode):
-    """`key` is used where no weight tells the layer; `took_over` is told of every function it rewrites."""
+    """`key` is used where no weight tells the layer; `took_over` is told of every function it rewrites.
+
+    With `shares`, every norm and activation offers what it keeps (`surgeon_fx/ops/share.py`). Nobody knows yet who will
+    read it: each is kept at its own ratio, and serves those that want no more.
+    """
 
     layer: str | None = None  # the key of a layer without a weight, while it runs
 
-    def __init__(self, key: str, owner: Owner, took_over: Callable[[Any], None] | None = None) -> None:
+    def __init__(
+        self, key: str, owner: Owner, took_over: Callable[[Any], None] | None = None, shares: bool = False
+    ) -> None:
         super().__init__()
-        self.key, self.owner, self.took_over = key, owner, took_over
+        self.key, self.owner, self.took_over, self.shares = key, owner, took_over, shares
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():  # of this frame; is_compiling tells of other threads too
@@ -45,6 +52,8 @@ class Interpreter(TorchFunctionMode):
         rule = rule_for(func, kwargs)
         if is_checkpointed():  # where backward runs it again, no interpreter is on: native, both times
             return func(*args, **kwargs)
+        if self.shares and is_sum(func, args):
+            return adding(func)(*args, **kwargs)
         if rule is None:
             return run_unknown(self.key, func, *args, **kwargs) if may_save(func) else func(*args, **kwargs)
         parameters = self._parameters_of(rule, args, kwargs)
@@ -53,7 +62,12 @@ class Interpreter(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.took_over is not None and (parameters or rule.family != "linear"):  # a product of activations is native
             self.took_over(func)
-        return rule.op(key, *args, **kwargs)
+        op = rule.op
+        if self.shares and op.__name__ in ACTIVATIONS:
+            op, key = handing_on(op), sharing_key(key, ())
+        elif self.shares and rule.family == "norm" and op.__name__ != "instance_norm":
+            key = sharing_key(key, ())
+        return op(key, *args, **kwargs)
 
     def _parameters_of(self, rule: Rule, args: Any, kwargs: Any) -> list[Tensor]:
         weights = [x for x in rule.weights_among(args, kwargs) if isinstance(x, Tensor)]

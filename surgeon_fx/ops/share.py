@@ -15,7 +15,7 @@ where; a chain that turns out otherwise when it runs (other memory, a ratio of 0
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -30,10 +30,17 @@ from surgeon_fx.ops.slots import Slot, slot_behind
 
 # Activations, element by element, of the input alone. Those that keep their input can start a chain.
 STARTS = ("gelu", "silu", "hardswish", "mish", "softplus", "elu", "celu", "selu")
+SUMS = ("add", "iadd", "radd")
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "relu_": torch.relu_,
     **{name: getattr(F, name) for name in (*STARTS, "relu", "relu6", "leaky_relu", "leaky_relu_", "hardtanh")},
 }
+
+
+def is_sum(function: Any, args: Sequence[Any]) -> bool:
+    """Whether a call adds two tensors."""
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
+    return name.strip("_") in SUMS and len(args) > 1 and all(isinstance(x, Tensor) for x in args[:2])
 
 
 def offer_affine(slot: Slot, output: Tensor, weight: Tensor | None, bias: Tensor | None, dim: int) -> Tensor:
@@ -52,6 +59,8 @@ def offer_affine(slot: Slot, output: Tensor, weight: Tensor | None, bias: Tensor
         run = 1
     elif given and given[0].numel() == 1:  # any stride goes with a single channel
         run = 1
+    if slot.group.gathers:
+        weight, bias = (None if x is None else x.detach().clone() for x in (weight, bias))
     if (share := _share_of(kept[0], slot, output)) is not None:
         offer(output, replace(share, run=run, weight=weight, bias=bias))
     return output

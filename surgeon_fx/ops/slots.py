@@ -150,6 +150,7 @@ class Slots:
         self.table, self.number = table, next(_numbers)
         self.exact_saves = exact_saves  # how what may not be pruned is rounded, as in `Config`
         self.default = 0.0  # the ratio of what belongs to no layer
+        self.gathers = False  # weights are only there while their layer runs
         self.observed = False  # somebody looks on: operations leave notes on autograd's nodes
         self.by_name = {name: Slot(self, name) for name in ("", *table)}
         self.sharing: dict[str, SharingSlot] = {}  # by their own keys

@@ -34,8 +34,8 @@ class Saving:
     "exact" holds `storage`, whatever the ratio, and so do those who would prune the same `key`. "rounded" holds
     `fixed_bytes`, unless somebody keeps `key` exactly, and those who would prune it share that. "fixed" holds
     `fixed_bytes`. What serves `sharers` too is kept at the lowest of their ratios; what can be rebuilt from the save of
-    `source` (a layer, then those that share it) keeps nothing where that is at least as much as its own ratio wants.
-    What is kept at the `places` of another save has no mask of its own where as many are kept of that.
+    `source` (a layer, then those that share it) keeps `fixed_bytes` alone where that is at least as much as its own
+    ratio wants. What is kept at the `places` of another save has no mask of its own where as many are kept of that.
     """
 
     kind: str
@@ -82,7 +82,9 @@ def held_bytes(savings: Iterable[Saving], ratios: Mapping[str, float]) -> int:
             total += saving.exact_bytes
         elif saving.kind == "norm":
             total += compressed_bytes(saving.numel, saving.itemsize, ratio) + saving.fixed_bytes
-        elif not 0 < rebuilt <= ratio:
+        elif 0 < rebuilt <= ratio:
+            total += saving.fixed_bytes
+        else:
             before = pruned.get(saving.key, (saving, 1.0))
             pruned[saving.key] = (saving, min(ratio, before[1]))
     total += sum(storages.values()) + sum(size for key, size in rounded.items() if key not in dense)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from surgeon_fx.api import is_transformed, rewrite_of, transformed_part
-from surgeon_fx.distributed import reshard, unwrapped
+from surgeon_fx.distributed import gathers_weights, reshard, unwrapped
 from surgeon_fx.explain import Row, explain_outputs, module_path, observed
 from surgeon_fx.inputs import first_tensor
 from surgeon_fx.kernels.layout import is_dense
@@ -124,6 +124,8 @@ def _twin(model: nn.Module, fake: Program, trained: Mapping[int, bool], device: 
     for module in twin.modules():
         if (forward := module.__dict__.get("_original_forward")) is not None:  # accelerate's runs the model, not a copy
             module.__dict__["forward"] = forward
+    if is_transformed(twin):
+        rewrite_of(twin).slots.gathers = gathers_weights(model)
     return twin
 
 
@@ -235,7 +237,7 @@ def _savings(model: nn.Module, outputs: Any) -> list[Saving]:
             if note.storage in own:
                 continue
             if note.kind in ("prune", "norm"):
-                beside = fixed(saved.values()) if note.kind == "norm" else 0
+                beside = fixed(saved.values() if note.kind == "norm" else tensors[2:])  # or copies of a norm's weights
                 if note.kind == "norm":
                     saved.clear()
                 elif note.place == slice(0, 0):  # kept by the native operation

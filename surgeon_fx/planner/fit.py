@@ -3,6 +3,8 @@
 Layers keep a share of their activation in proportion to their importance, `keep = level * importance`, and the level is
 the highest that fits. Held bytes grow with the level, one kept element at a time, so the answer is as close to the
 budget as elements allow; near 1, where a mask would cost more than the values it saves, an activation is kept whole.
+One that is kept whole shares no save: where that is too large a step for what is left, the layer keeps just less, and
+the level goes on without it; in the end as many such layers as still fit are kept whole after all.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from surgeon_fx.planner import arithmetic, facts
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 STEPS = 60  # halvings: below one element of any tensor
 PEAK_STEPS = 8  # each is a run of the whole program
+CLOSE = 0.01  # share of the budget that may be left without looking for layers in the way
+MOST_CAPPED = 32  # times that this is done
 
 
 @dataclass(frozen=True)
@@ -98,12 +102,15 @@ def fit(
     shares = {name: max(importance.get(name, most), 0.0) / most if most > 0 else 1.0 for name in names}
     sizes = {saving.owner: saving.itemsize for saving in found.savings if saving.owner is not None}
 
+    capped: set[str] = set()  # layers that are not kept whole
+
     def ratios(level: float) -> dict[str, float]:
         """Level 0 keeps nothing that can go, level 1 everything."""
         scale = level / (1 - level) if level < 1 else math.inf
         kept = {name: 1.0 if level == 1 else min(1.0, scale * share) for name, share in shares.items()}
         whole = {name: 1 - 1 / (8 * sizes.get(name, 4)) for name in names}
-        return {name: 0.0 if kept[name] >= whole[name] else 1 - kept[name] for name in names}
+        at_most = {name: whole[name] if name in capped else 1.0 for name in names}
+        return {name: 1 - at_most[name] if kept[name] >= whole[name] else 1 - kept[name] for name in names}
 
     def saved(level: float) -> int:
         return arithmetic.held_bytes(found.savings, ratios(level))
@@ -113,19 +120,30 @@ def fit(
 
     cost, steps = (saved, STEPS) if what == "saved" else (peak, PEAK_STEPS)
 
-    def highest(limit: int) -> float:
-        """The highest level that costs no more."""
+    def highest(limit: int) -> tuple[float, float]:
+        """The highest level that costs no more, and one just above it."""
         if cost(1.0) <= limit:
-            return 1.0
+            return 1.0, 1.0
         if (least := cost(0.0)) > limit:
             raise ValueError(f"budget of {wanted} bytes for {what} cannot be met: the least possible is {least}")
         low, high = 0.0, 1.0
         for _ in range(steps):
             middle = (low + high) / 2
             low, high = (middle, high) if cost(middle) <= limit else (low, middle)
-        return low
+        return low, high
 
-    level = highest(wanted)
+    level, above = highest(wanted)
+    for _ in range(MOST_CAPPED if what == "saved" else 0):
+        here, there = ratios(level), ratios(above)
+        steps_to_whole = {name for name in names if here[name] and not there[name]}
+        if not steps_to_whole or wanted - saved(level) <= CLOSE * wanted:
+            break
+        capped |= steps_to_whole
+        level, above = highest(wanted)
+    for name in sorted(capped, key=lambda name: shares[name], reverse=True):
+        capped.remove(name)
+        if saved(level) > wanted:
+            capped.add(name)
     if what == "peak" or not is_autocast_on():
         return Fit(ratios(level), wanted, what, saved(level), peak(level) if what == "peak" else None)
     limit = wanted
@@ -134,7 +152,7 @@ def fit(
         if real <= wanted:
             return Fit(ratios(level), wanted, what, real, None)
         limit -= real - wanted
-        level = highest(limit)
+        level, _ = highest(limit)
 
 
 def is_autocast_on() -> bool:

@@ -185,3 +185,20 @@ def test_a_sum_that_is_no_longer_where_the_norm_was():
         (outputs, found, _), (expected, gradients, _) = step(together, x, y), step(apart, x, y)
         assert all(map(torch.equal, outputs, expected))
         assert torch.equal(found["norm.weight"], gradients["norm.weight"])
+
+
+@pytest.mark.parametrize("name", ["resnet20_cifar", "vit_cifar"])
+def test_without_graphs_the_same_is_shared(name):
+    held, gradients = [], []
+    for capture in (True, False):
+        torch.manual_seed(0)
+        model = surgeon_fx.transform(surgeon_fx.zoo.create(name), surgeon_fx.Config(capture=capture, share_saves=True))
+        surgeon_fx.ratios(model).fill(RATIO)
+        x = torch.randn(4, 3, 32, 32)
+        output = model(x)
+        held.append(retained_bytes(output, model))
+        assert surgeon_fx.plan(model, x).saved_bytes == held[-1]
+        output.square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert held[0] == held[1]
+    assert all(map(torch.equal, *gradients))
