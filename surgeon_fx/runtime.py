@@ -107,7 +107,8 @@ class Rewrite:
                 found.update(self.owners())  # sharded modules take up their gathered parameters when they run
             return found.setdefault(id(parameter), self.slots.key(""))
 
-        self.slots.gathers |= gathers_weights(self.module)
+        if self.config.share_saves and not self.slots.gathers:
+            self.slots.gathers = gathers_weights(self.module)
         took_over = self._outside if self.config.capture else None
         return Interpreter(self.slots.key(""), owner, took_over, self.config.share_saves)
 

@@ -59,9 +59,9 @@ def offer_affine(slot: Slot, output: Tensor, weight: Tensor | None, bias: Tensor
         run = 1
     elif given and given[0].numel() == 1:  # any stride goes with a single channel
         run = 1
-    if slot.group.gathers:
-        weight, bias = (None if x is None else x.detach().clone() for x in (weight, bias))
     if (share := _share_of(kept[0], slot, output)) is not None:
+        if slot.group.gathers:
+            weight, bias = (None if x is None else x.detach().clone() for x in (weight, bias))
         offer(output, replace(share, run=run, weight=weight, bias=bias))
     return output
 
