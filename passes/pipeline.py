@@ -10,6 +10,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from surgeon_fx.config import Config
 from surgeon_fx.passes.fuse_attention import fuse_attention_pass
+from surgeon_fx.passes.fuse_pools import fuse_pools_pass
 from surgeon_fx.passes.join_early import join_early_pass
 from surgeon_fx.passes.rewrite_checkpoints import rewrite_checkpoints_pass
 from surgeon_fx.passes.rewrite_saves import rewrite_saves_pass
@@ -25,6 +26,7 @@ def passes_for(layers: Layers, config: Config) -> tuple[Pass, ...]:
         *((fuse_attention_pass,) if config.fuse_attention else ()),  # changes rounding: on request
         partial(rewrite_checkpoints_pass, layers=layers, rewrite_body=partial(run_passes, config=config)),
         partial(tag_saves_pass, layers=layers),
+        fuse_pools_pass,
         *((share_saves_pass,) if config.share_saves else ()),  # changes gradients: on request
         rewrite_saves_pass,
         *((partial(round_saves_pass, layers=layers),) if config.exact_saves else ()),

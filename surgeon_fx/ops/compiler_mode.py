@@ -147,7 +147,7 @@ def _compiled_max_pool(
     return_indices: bool = False,
 ) -> Any:
     kernel = each(kernel_size, 2)
-    if return_indices or input.dim() != 4 or kernel[0] * kernel[1] > 256:
+    if return_indices or input.dim() != 4 or kernel[0] * kernel[1] >= 256:
         return native(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
     steps = kernel if stride is None else each(stride, 2)
     return max_pool2d(input, kernel, steps, each(padding, 2), each(dilation, 2), ceil_mode)[0]

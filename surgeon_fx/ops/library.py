@@ -303,7 +303,7 @@ def max_pool2d(
     dilation: Sequence[int],
     ceil_mode: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output, and for each element of it the place of the maximum in its window."""
+    """Output, and for each element of it the place of the maximum in its window, as `Window` packs them."""
     output, indices = aten.max_pool2d_with_indices(x, kernel, stride, padding, dilation, ceil_mode)
     return output, Window(x.shape[-2:], kernel, stride, padding, dilation).narrow(indices)
 
@@ -311,7 +311,8 @@ def max_pool2d(
 @max_pool2d.register_fake
 def _(x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> tuple[Tensor, Tensor]:
     output, indices = aten.max_pool2d_with_indices(x, kernel, stride, padding, dilation, ceil_mode)
-    return output, torch.empty_like(indices, dtype=torch.uint8)
+    size = Window(x.shape[-2:], kernel, stride, padding, dilation).bytes(indices.numel())
+    return output, indices.new_empty(size, dtype=torch.uint8)
 
 
 @torch.library.custom_op("surgeon_fx::max_pool2d_backward", mutates_args=())
@@ -325,7 +326,7 @@ def max_pool2d_backward(
 ) -> Tensor:
     sizes = [window[i : i + 2] for i in range(0, 8, 2)]
     x = g.new_empty_strided(size, stride)
-    indices = Window(size[-2:], *sizes).widen(narrow)
+    indices, _ = Window(size[-2:], *sizes).widen(narrow, g.shape)
     return aten.max_pool2d_with_indices_backward(g, x, *sizes, ceil_mode, indices)
 
 

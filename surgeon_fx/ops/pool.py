@@ -1,5 +1,8 @@
 """Pools: of the input, backward reads the shape; of the indices of a maximum, the place in the window. Exact.
 
+A max pool that is all that reads a ReLU's output takes the ReLU in (`passes/fuse_pools.py`): where a maximum is not
+positive its gradient stops, and what is not a maximum has none, so that the ReLU's own bits are not needed.
+
 Reference: the native gradient, given indices restored from the narrow ones and a tensor of the input's shape.
 """
 
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon_fx.ops.common import each, needs_graph
+from surgeon_fx.ops.relu import relu
 from surgeon_fx.ops.slots import Slot, find_slot, mark, note
 
 aten = torch.ops.aten
@@ -23,8 +27,8 @@ aten = torch.ops.aten
 class Window:
     """The windows of a max pool: turns an index into the input plane into a place in the window, and back.
 
-    What is left of an index after the corner of its window is one of few numbers, the same for every window: a byte
-    says which.
+    What is left of an index after the corner of its window is one of few numbers, the same for every window. Half a
+    byte says which, or a byte where there are many; one number more says that no gradient passes.
     """
 
     def __init__(
@@ -39,9 +43,14 @@ class Window:
         self.pitch = [math.prod(plane[d + 1 :]) for d in range(len(plane))]
         places = [[step * dilation[d] * self.pitch[d] for step in range(kernel[d])] for d in range(len(plane))]
         self.places = sorted({sum(place) for place in itertools.product(*places)})
+        self.stops = math.prod(kernel)  # the number of a maximum that hands no gradient on
 
     def fits(self) -> bool:
-        return len(self.places) <= 256
+        return self.stops < 256
+
+    def bytes(self, numel: int) -> int:
+        """Of the places of so many outputs."""
+        return (numel + 1) // 2 if self.stops < 16 else numel
 
     def _corners(self, like: Tensor) -> Tensor:
         """The index of each window's first place, which may lie in the padding; broadcast against the output."""
@@ -52,15 +61,27 @@ class Window:
             corners = corners + (begin * self.pitch[d]).view([-1 if i == d else 1 for i in range(dims)])
         return corners
 
-    def narrow(self, indices: Tensor) -> Tensor:
-        """One byte per output."""
+    def narrow(self, indices: Tensor, passes: Tensor | None = None) -> Tensor:
+        """The places as a vector; the gradient goes through those that `passes` names, by default all."""
         numbers = torch.zeros(self.places[-1] + 1, dtype=torch.uint8)
         numbers[self.places] = torch.arange(len(self.places), dtype=torch.uint8)
-        return numbers.to(indices.device).take(indices - self._corners(indices))
+        found = numbers.to(indices.device).take(indices - self._corners(indices))
+        if passes is not None:
+            found = found.masked_fill_(~passes, self.stops)
+        found = found.flatten()
+        if self.stops >= 16:
+            return found
+        pairs = F.pad(found, (0, found.numel() % 2)).view(-1, 2)
+        return pairs[:, 0] | pairs[:, 1] << 4
 
-    def widen(self, narrow: Tensor) -> Tensor:
+    def widen(self, narrow: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Indices of the output's shape, within the plane, and where the gradient stops."""
+        if self.stops < 16:
+            narrow = torch.stack((narrow & 15, narrow >> 4), 1).flatten()[: math.prod(shape)]
+        numbers, stops = narrow.view(*shape), narrow.view(*shape) == self.stops
         places = torch.tensor(self.places, device=narrow.device)
-        return places.take(narrow.long()).add_(self._corners(narrow))
+        indices = places.take(numbers.masked_fill(stops, 0).long()).add_(self._corners(numbers))
+        return indices.clamp_(0, math.prod(self.plane) - 1), stops  # a window that stops may begin in the padding
 
 
 class Plane:
@@ -71,20 +92,31 @@ class Plane:
         self.dtype = torch.uint8 if size <= 1 << 8 else torch.int16 if size <= 1 << 15 else torch.int32
 
     def narrow(self, indices: Tensor) -> Tensor:
-        return indices.to(self.dtype)
+        return indices.to(self.dtype).flatten()
 
-    def widen(self, narrow: Tensor) -> Tensor:
-        return narrow.long()
+    def widen(self, narrow: Tensor, shape: Sequence[int]) -> tuple[Tensor, None]:
+        return narrow.long().view(*shape), None
 
 
 class MaxPool(torch.autograd.Function):
-    """`native` returns output and indices; `back` is the native backward, without its first three arguments' places."""
+    """`native` returns output and indices; `back` is the native backward, without its first three arguments' places.
+
+    `rectified`: `native` is that of ReLU and the pool behind it. The gradient stops at maxima that are not positive,
+    which the output tells.
+    """
 
     @staticmethod
-    def forward(ctx: Any, slot: Slot, x: Tensor, native: Any, back: Any, places: Window | Plane) -> Any:
+    def forward(
+        ctx: Any, slot: Slot, x: Tensor, native: Any, back: Any, places: Window | Plane, rectified: bool = False
+    ) -> Any:
         output, indices = native(x)
         ctx.layout, ctx.back, ctx.places = (x.shape, x.stride(), x.dtype, x.device), back, places
-        narrow = places.narrow(indices)
+        ctx.shape, ctx.rectified = indices.shape, rectified
+        if rectified:
+            assert isinstance(places, Window)
+            narrow = places.narrow(indices, ~(output <= 0))
+        else:
+            narrow = places.narrow(indices)
         ctx.save_for_backward(narrow)
         ctx.mark_non_differentiable(indices)
         if slot.group.observed:
@@ -96,7 +128,9 @@ class MaxPool(torch.autograd.Function):
         (narrow,) = ctx.saved_tensors
         shape, stride, dtype, device = ctx.layout
         x = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        return None, ctx.back(grads[0], x, ctx.places.widen(narrow)), None, None, None
+        indices, stops = ctx.places.widen(narrow, ctx.shape)
+        grad = grads[0].masked_fill(stops, 0) if ctx.rectified else grads[0]
+        return None, ctx.back(grad, x, indices), None, None, None, None
 
 
 class AveragePool(torch.autograd.Function):
@@ -129,11 +163,16 @@ def _max_pool(dims: int) -> Callable[..., Any]:
         dilation: Any = 1,
         ceil_mode: bool = False,
         return_indices: bool = False,
+        rectify: str | None = None,
     ) -> Any:
-        if not needs_graph(input) or input.dim() < dims + 1:
+        """`rectify` names a ReLU to be run first, "relu" or "relu_", whose bits need not be kept."""
+        kernel, padded, dilated = (each(v, dims) for v in (kernel_size, padding, dilation))
+        ours = needs_graph(input) and input.dim() > dims
+        if rectify is not None and not (ours and math.prod(kernel) < 256):
+            input, rectify = relu(key, input, rectify == "relu_"), None
+        if not ours:
             found = native(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
             return found if return_indices else found[0]
-        kernel, padded, dilated = (each(v, dims) for v in (kernel_size, padding, dilation))
         steps = each(stride, dims) if stride not in (None, (), []) else kernel
         x, sizes = input, [kernel, steps, padded, dilated]
         if dims == 1:
@@ -141,6 +180,7 @@ def _max_pool(dims: int) -> Callable[..., Any]:
         kernel, steps, padded, dilated = sizes
 
         def run(x: Tensor) -> Any:
+            x = x if rectify is None else getattr(torch, rectify)(x)
             return forward(x, kernel, steps, padded, dilated, ceil_mode)
 
         def back(g: Tensor, x: Tensor, indices: Tensor) -> Tensor:
@@ -149,7 +189,7 @@ def _max_pool(dims: int) -> Callable[..., Any]:
         window = Window(x.shape[-torch_dims:], kernel, steps, padded, dilated)
         slot = find_slot(key, input)
         places = window if window.fits() else Plane(x.shape[-torch_dims:])
-        output, indices = mark(MaxPool.apply(slot, x, run, back, places), slot)
+        output, indices = mark(MaxPool.apply(slot, x, run, back, places, rectify is not None), slot)
         if dims == 1:
             output, indices = output.squeeze(-2), indices.squeeze(-2)
         return (output, indices) if return_indices else output

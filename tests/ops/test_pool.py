@@ -1,24 +1,27 @@
-"""Pools: a byte per output, or nothing; exact at any ratio."""
+"""Pools: half a byte per output, a byte where windows are large, or nothing; exact at any ratio."""
+
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from op_cases import check_exact, gradients, held, tensor
+from op_cases import assert_same, check_exact, gradients, held, tensor
 
 from surgeon_fx.ops import pool
 
 # function, shape, arguments, bytes held per output
 CASES = {
-    "max 1d": ("max_pool1d", (2, 3, 133), {"kernel_size": 3, "stride": 2, "padding": 1}, 1),
-    "max 1d, no stride": ("max_pool1d", (2, 3, 133), {"kernel_size": (7,)}, 1),
-    "max 2d": ("max_pool2d", (2, 3, 33, 17), {"kernel_size": 3, "stride": 2, "padding": 1}, 1),
-    "max 2d, ceil": ("max_pool2d", (2, 3, 34, 18), {"kernel_size": (3, 2), "stride": (2, 3), "ceil_mode": True}, 1),
+    "max 1d": ("max_pool1d", (2, 3, 133), {"kernel_size": 3, "stride": 2, "padding": 1}, 0.5),
+    "max 1d, no stride": ("max_pool1d", (2, 3, 133), {"kernel_size": (7,)}, 0.5),
+    "max 2d": ("max_pool2d", (2, 3, 33, 17), {"kernel_size": 3, "stride": 2, "padding": 1}, 0.5),
+    "max 2d, ceil": ("max_pool2d", (2, 3, 34, 18), {"kernel_size": (3, 2), "stride": (2, 3), "ceil_mode": True}, 0.5),
     "max 2d, dilated": (
         "max_pool2d",
         (2, 3, 33, 17),
         {"kernel_size": [2, 3], "dilation": (3, 2), "padding": (1, 0)},
-        1,
+        0.5,
     ),
+    "max 2d, of many": ("max_pool2d", (2, 3, 33, 33), {"kernel_size": 4}, 1),
     "max 2d, of all": ("max_pool2d", (2, 3, 33, 33), {"kernel_size": 33}, 2),
     "max 3d": ("max_pool3d", (2, 3, 7, 9, 11), {"kernel_size": 3, "stride": 2, "padding": 1}, 1),
     "adaptive max 1d": ("adaptive_max_pool1d", (2, 3, 133), {"output_size": 7}, 1),
@@ -55,7 +58,7 @@ def test_exact(layers, name, dtype):
 def test_held_bytes(layers, name):
     op, _, shape, options, per_output = functions(name)
     out = op(layers.a, tensor(*shape), **options)
-    assert held(out) == per_output * out.numel()
+    assert held(out) == math.ceil(per_output * out.numel())
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "2d" in name])
@@ -91,3 +94,53 @@ def test_positions(layers):
     assert torch.equal(pool.avg_pool2d(layers.a, x, 3, 2, 1), F.avg_pool2d(x, 3, 2, 1))
     assert torch.equal(pool.avg_pool2d(layers.a, x.detach(), 3, None), F.avg_pool2d(x, 3))
     assert torch.equal(pool.adaptive_max_pool1d(layers.a, x[0].detach(), 5), F.adaptive_max_pool1d(x[0], 5))
+
+
+RECTIFIED = [name for name in CASES if name.startswith("max")]
+
+
+def rectified(layers, name, rectify):
+    """The pool that takes a ReLU in, and the two as torch has them."""
+    op, native, shape, options, per_output = functions(name)
+    ours = lambda x: op(layers.a, x.clone() if rectify == "relu_" else x, **options, rectify=rectify)  # noqa: E731
+    return ours, lambda x: native(torch.relu(x), **options), shape, per_output
+
+
+@pytest.mark.parametrize("name", RECTIFIED)
+@pytest.mark.parametrize("rectify", ["relu", "relu_"])
+def test_rectified(layers, name, rectify):
+    ours, native, shape, _ = rectified(layers, name, rectify)
+    signs, poisoned, negative = tensor(*shape), tensor(*shape), -tensor(*shape).detach().abs()
+    poisoned.data.view(-1)[::5] = torch.nan
+    poisoned.data.view(-1)[1::7] = torch.inf
+    for x in (signs, poisoned, negative.requires_grad_(), torch.zeros(shape).requires_grad_(), tensor(*shape[1:])):
+        assert_same(gradients(ours, x, double=True), gradients(native, x, double=True))
+
+
+@pytest.mark.parametrize("name", [name for name in RECTIFIED if "2d" in name])
+def test_rectified_channels_last(layers, name):
+    ours, native, shape, _ = rectified(layers, name, "relu")
+    x = tensor(*shape, layout=torch.channels_last)
+    assert_same(gradients(ours, x), gradients(native, x))
+
+
+@pytest.mark.parametrize("name", RECTIFIED)
+def test_rectified_meets_gradients_that_are_not_finite(layers, name):
+    ours, native, shape, _ = rectified(layers, name, "relu")
+    found = []
+    for function in (ours, native):
+        x = tensor(*shape)
+        out = function(x)
+        g = torch.ones_like(out)
+        g.view(-1)[::3], g.view(-1)[1::3] = torch.inf, torch.nan
+        found.append({"x": torch.autograd.grad(out, x, g)[0]})
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("name", RECTIFIED)
+def test_rectified_keeps_no_bits(layers, name):
+    ours, _, shape, per_output = rectified(layers, name, "relu")
+    x = tensor(*shape)
+    out = ours(x)
+    bits = (x.numel() + 7) // 8 if name == "max 2d, of all" else 0  # windows too large: each by itself
+    assert held(out) == math.ceil(per_output * out.numel()) + bits
