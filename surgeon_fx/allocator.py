@@ -16,6 +16,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -88,7 +91,25 @@ def trim(spared: int = 0) -> int:
 
 def trim_after_forward() -> None:
     """To be called when an outermost forward ends, also by an exception. Backward can use a few blocks at once."""
-    trim(SPARED_BYTES)
+    if not _more.follows:
+        trim(SPARED_BYTES)
+
+
+class _More(threading.local):
+    follows = False
+
+
+_more = _More()
+
+
+@contextmanager
+def more_follows() -> Iterator[None]:
+    """Forwards of this thread that end in here give nothing back: a larger one is next, and can use the blocks."""
+    before, _more.follows = _more.follows, True
+    try:
+        yield
+    finally:
+        _more.follows = before
 
 
 def trim_after_backward(outputs: Any) -> None:

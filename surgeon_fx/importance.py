@@ -27,6 +27,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from surgeon_fx import allocator
 from surgeon_fx.api import rewrite_of
 from surgeon_fx.distributed import (
     Ranks,
@@ -181,7 +182,7 @@ def importance_pass(
     shared.slots.count_elements()
     try:
         table.fill(static_ratio)
-        with _unseen(), torch.inference_mode(False), torch.enable_grad():
+        with _unseen(), allocator.more_follows(), torch.inference_mode(False), torch.enable_grad():
             squares = find(unwrapped(model), chosen, importance_loss, weights)
     finally:
         table.update(before)

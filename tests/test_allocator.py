@@ -312,6 +312,24 @@ except RuntimeError:
     assert int(kept) <= 8  # what the caller's own references held
 
 
+def test_an_importance_pass_leaves_blocks_to_the_step_behind_it():
+    before, after, soon = run(
+        TRAINED
+        + """
+model(x).sum().backward()
+torch.empty(16 * MIB)
+before = waiting()
+surgeon_fx.refresh(model, x, lambda output: output.square().mean(), samples=1)
+print(before, waiting())
+time.sleep(0.2)
+print(waiting())
+"""
+    )
+    assert int(before) >= 64
+    assert int(after) >= 64
+    assert int(soon) <= 8
+
+
 @pytest.mark.parametrize(
     "step",
     [
