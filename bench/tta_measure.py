@@ -8,7 +8,8 @@ machine does meanwhile falls on all. A call is all that a method does with a bat
   the peak alone
 - paper cache: the paper's count, inputs of conv, linear and norm layers; for MECTA that of its authors
 - peak: high-water mark of the resident set over the call, net of the level before it; on CUDA of the allocator
-- time per call, and floating-point operations in convolutions and matrix products
+- time per call, and floating-point operations in convolutions and matrix products. A turn is two calls, of which the
+  second is timed: in a stream calls follow each other, and here a process has waited for the others
 """
 
 from __future__ import annotations
@@ -56,9 +57,13 @@ class Worker:
             return self._memory(x)
         if what == "count":
             return self._count(x)
+        self.adapter(x)
+        if what != "time":
+            return {}
+        x = next(self.batches).to(self.device)
         begin = self.meter.clock()
         self.adapter(x)
-        return {"batch": self.meter.clock() - begin} if what == "time" else {}
+        return {"batch": self.meter.clock() - begin}
 
     def _memory(self, x: Tensor) -> dict[str, Any]:
         if peak_unavailable_reason(self.device):
