@@ -10,7 +10,8 @@
  *   2. For `width` output channels at a time, and chunk by chunk, the part of g that a chunk meets becomes a tile: places by
  *      channels, with zeros around it so that no tap has to ask whether it is inside. It fits the first level cache.
  *   3. For each channel the list runs along; the sums of as many taps as registers hold stay in registers.
- * The sums of a weight are made in the same order by any number of threads: they share weights, never a sum.
+ * The sums of a weight are made in the same order by any number of threads: they share weights, not a sum. Where weights
+ * are too few for that, the chunks are cut into as many spans for any number of threads, and the sums of spans are added up.
  *
  * An element of g that is infinite meets kept values alone, never a zero in the place of a dropped one.
  */
@@ -34,6 +35,8 @@ enum {
     LONG_TILE_BYTES = 256 << 10, /* where few elements meet few taps: rather the second level than a start for each of them */
     FETCHED = 12,               /* rows of g between fetching one from memory and copying it */
     BLOCK = 64,                 /* places of g that are widened to float at once */
+    FEW_SHARES = 8,             /* of 16 input channels of a tile: with fewer, threads share spans of chunks */
+    SPANS = 16,
 };
 
 static const double SPARSE = 0.15; /* the density below which tiles are longer */
@@ -164,17 +167,31 @@ static void write_out(const Grad *j, const Work *w, int64_t t, int64_t begin, in
     }
 }
 
-/* One part of the input channels of a group, for one tile of its output channels: all chunks, then into dw. */
-static void run_tile(const Grad *j, const Work *w, int64_t t, int64_t part, float *dw) {
+/* The sums of one part of the input channels of a group, for one tile of its output channels, over one span of chunks. */
+static void sum_tile(const Grad *j, const Work *w, int64_t t, int64_t part, int64_t span) {
     int64_t group = t / j->tiles, begin = part_begin(j, part), end = part_begin(j, part + 1);
     memset(w->sums, 0, (size_t)((end - begin) * j->taps * j->width) * 4);
-    for (int64_t chunk = 0; chunk < j->chunks; chunk++) {
+    for (int64_t chunk = share(j->chunks, span, j->spans); chunk < share(j->chunks, span + 1, j->spans); chunk++) {
         int64_t sample = chunk / j->row_chunks * j->samples, samples = MIN(j->samples, j->batch - sample), row = chunk % j->row_chunks * j->rows;
         for (int64_t s = 0; s < samples; s++) fill_tile(j, w, sample + s, row, group, t % j->tiles, w->tile + s * j->tile_places * j->width);
         const List *lists = j->lists + ((chunk * j->groups + group) * j->in + begin) * j->classes;
         tables[active_isa].accumulate(j, lists, (end - begin) * j->classes, w->tile, w->sums);
     }
-    write_out(j, w, t, begin, end, dw);
+}
+
+/* The same over all chunks, and into dw. */
+static void run_tile(const Grad *j, const Work *w, int64_t t, int64_t part, float *dw) {
+    sum_tile(j, w, t, part, 0);
+    write_out(j, w, t, part_begin(j, part), part_begin(j, part + 1), dw);
+}
+
+/* The sums of a tile over all spans, which follow each other, into dw. */
+static void add_spans(const Grad *j, Work w, int64_t t, float *sums, float *dw) {
+    int64_t n = j->in * j->taps * j->width;
+    for (int64_t span = 1; span < j->spans; span++)
+        for (int64_t i = 0; i < n; i++) sums[i] += sums[span * n + i];
+    w.sums = sums;
+    write_out(j, &w, t, 0, j->in, dw);
 }
 
 /* Where one tap is in each dimension. */
@@ -294,7 +311,8 @@ EXPORT int sfx_weight_grad(const void *g, const float *values, int64_t kept, con
     plan_tiles(&j, sort_taps(&j));
     /* Input channels are cut too where tiles alone cannot be shared evenly. */
     int64_t tiles = j.groups * j.tiles;
-    j.parts = tiles % threads == 0 || tiles >= 4 * threads ? 1 : MAX(1, MIN(j.in / 16, threads));
+    j.spans = tiles * MAX(1, j.in / 16) < FEW_SHARES ? MIN(j.chunks, SPANS) : 1;
+    j.parts = j.spans > 1 || tiles % threads == 0 || tiles >= 4 * threads ? 1 : MAX(1, MIN(j.in / 16, threads));
     j.met = calloc((size_t)(j.chunk_places / WORD + 1) + (size_t)(j.chunk_places + WORD), 8);
     if (!j.met) goto done;
     j.table = (int32_t *)(j.met + j.chunk_places / WORD + 1);
@@ -304,14 +322,32 @@ EXPORT int sfx_weight_grad(const void *g, const float *values, int64_t kept, con
     if (status) goto done;
 
     Work none;
-    size_t each = lay_out_work(&j, &none, NULL);
-    int shards = (int)MAX(1, MIN(tiles * j.parts, threads));
-    works = malloc(each * (size_t)shards + LINE);
-    if (!works) status = -1;
-    else FOR_SHARDS(s, shards, j.batch * j.groups * j.in * j.places) {
+    int64_t turns = tiles * j.parts * j.spans, sums = j.in * j.taps * j.width;
+    size_t each = lay_out_work(&j, &none, NULL), of_spans = 0;
+    if (j.spans > 1) piece(NULL, &of_spans, turns * sums * 4);
+    int shards = (int)MAX(1, MIN(turns, threads));
+    works = malloc(of_spans + each * (size_t)shards + LINE);
+    if (!works) {
+        status = -1;
+        goto done;
+    }
+    float *spans = (float *)whole_lines(works);
+    char *own = (char *)spans + of_spans;
+    FOR_SHARDS(s, shards, j.batch * j.groups * j.in * j.places) {
         Work w;
-        lay_out_work(&j, &w, whole_lines(works) + (size_t)s * each);
-        for (int64_t i = share(tiles * j.parts, s, shards); i < share(tiles * j.parts, s + 1, shards); i++) run_tile(&j, &w, i / j.parts, i % j.parts, dw);
+        lay_out_work(&j, &w, own + (size_t)s * each);
+        for (int64_t i = share(turns, s, shards); i < share(turns, s + 1, shards); i++) {
+            if (j.spans == 1) run_tile(&j, &w, i / j.parts, i % j.parts, dw);
+            else {
+                w.sums = spans + i * sums;
+                sum_tile(&j, &w, i / j.spans, 0, i % j.spans);
+            }
+        }
+    }
+    if (j.spans > 1) {
+        Work w;
+        lay_out_work(&j, &w, own);
+        for (int64_t t = 0; t < tiles; t++) add_spans(&j, w, t, spans + t * j.spans * sums, dw);
     }
 done:
     free(j.starts);

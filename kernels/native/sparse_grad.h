@@ -33,7 +33,7 @@ typedef struct {
     int64_t width, tiles;                 /* output channels of a tile, tiles of a group */
     int64_t pitch[2], front, rows, tile_rows, samples, tile_places; /* of a chunk */
     int64_t chunk_places, row_chunks, chunks; /* chunks of a sample, chunks in all */
-    int64_t parts;                        /* that the input channels of a group are cut into */
+    int64_t parts, spans;                 /* that the input channels of a group, or all chunks, are cut into */
     int32_t *table;                       /* of each place of a chunk: where its output places start in the tile */
     int32_t *class_of;                    /* and its class: which taps it meets; `classes` if none */
     uint64_t *met;                        /* bits of the places of a sample's chunk that meet a tap */
