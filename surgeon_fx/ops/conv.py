@@ -6,6 +6,7 @@ reads it. Input and bias gradients do not read it, so they are exact. A frozen w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon_fx.kernels.backends import active_backend
+from surgeon_fx.kernels.layout import is_row_major
 from surgeon_fx.kernels.sparse_grad import conv_weight_grad, weight_grad_pays
 from surgeon_fx.ops.common import autocast_dtype, cast, each, needs_graph, run_exactly, stand_in
 from surgeon_fx.ops.keep import Kept, can_prune, save, without_surroundings
@@ -41,22 +43,61 @@ class Convolution(torch.autograd.Function):
         *saved, weight = ctx.saved_tensors
         _, _, wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         dw = _sparse_weight_grad(ctx, grads[0], saved, weight) if wants_weight else None
-        # Gradients that do not read the input ask for its layout alone.
-        x = ctx.kept[0].restore(*saved) if dw is None and saved else stand_in(grads[0], *ctx.layout)
-        *_, transposed, _, groups = ctx.geometry
-        sizes = [weight.shape[1] * groups if transposed else weight.shape[0]] if ctx.has_bias else None
         if dw is None:
-            found = torch.ops.aten.convolution_backward(
-                grads[0], x, cast(weight, ctx.dtype), sizes, *ctx.geometry, [wants_x, wants_weight, wants_bias]
-            )
-            return None, None, *found, None
-        dx = None
-        if wants_x:
-            dx = torch.ops.aten.convolution_backward(
-                grads[0], x, cast(weight, ctx.dtype), sizes, *ctx.geometry, [True, False, False]
-            )[0]
+            # Gradients that do not read the input ask for its layout alone.
+            x = ctx.kept[0].restore(*saved) if saved else stand_in(grads[0], *ctx.layout)
+            wanted = [wants_x, wants_weight, wants_bias]
+            return None, None, *_native_gradients(ctx, grads[0], x, weight, wanted), None
+        dx = _input_grad(ctx, grads[0], weight) if wants_x else None
         db = grads[0].sum((0, *range(2, grads[0].dim()))) if wants_bias else None
         return None, None, dx, dw, db, None
+
+
+def _native_gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> tuple[Any, ...]:
+    *_, transposed, _, groups = ctx.geometry
+    sizes = [weight.shape[1] * groups if transposed else weight.shape[0]] if ctx.has_bias else None
+    return torch.ops.aten.convolution_backward(grad, x, cast(weight, ctx.dtype), sizes, *ctx.geometry, wanted)
+
+
+def _input_grad(ctx: Any, grad: Tensor, weight: Tensor) -> Tensor:
+    if _is_product(ctx, grad, weight.shape):
+        return _patch_input_grad(grad, cast(weight, ctx.dtype), *ctx.layout[:2])
+    return _native_gradients(ctx, grad, stand_in(grad, *ctx.layout), weight, [True, False, False])[0]
+
+
+MOST_PATCHES = 4  # for each output: with more, the native gradient takes no longer
+
+
+def _is_product(ctx: Any, grad: Tensor, weight_size: Sequence[int]) -> bool:
+    """Whether kernels do not overlap and cover the input, so that its gradient is one matrix product, and a fast one.
+
+    For few patches a CPU's native gradient takes longest to bring the weight into another order.
+    """
+    (_, _, *sizes), kernel, places = ctx.layout[0], list(weight_size[2:]), grad.shape[2:]
+    stride, padding, dilation, transposed, _, groups = ctx.geometry
+    return (
+        grad.is_cpu
+        and not transposed
+        and groups == 1
+        and math.prod(kernel) > 1
+        and list(stride) == kernel
+        and not any(padding)
+        and all(step == 1 for step in dilation)
+        and all(size == count * side for size, count, side in zip(sizes, places, kernel, strict=True))
+        and grad.numel() <= MOST_PATCHES * weight_size[0] ** 2
+    )
+
+
+def _patch_input_grad(grad: Tensor, weight: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """The gradient of a patch is a row of the output gradient times the weight."""
+    batch, channels, *sizes = shape
+    dims = len(sizes)
+    within = [dim for i in range(dims) for dim in (1 + i, 2 + dims + i)]  # a place, and an element of the patch there
+    rows = grad.movedim(1, -1).reshape(-1, weight.shape[0])
+    patches = rows.mm(weight.flatten(1)).view(batch, *grad.shape[2:], channels, *weight.shape[2:])
+    if is_row_major(shape, stride):
+        return patches.permute(0, 1 + dims, *within).reshape(shape)
+    return patches.permute(0, *within, 1 + dims).reshape(batch, *sizes, channels).movedim(-1, 1)
 
 
 def _sparse_weight_grad(ctx: Any, grad: Tensor, saved: Sequence[Any], weight: Tensor) -> Tensor | None:

@@ -87,6 +87,41 @@ def test_other_precisions(layers, dtype):
     assert_same(actual, expected)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last, torch.channels_last_3d])
+@pytest.mark.parametrize(
+    ("shape", "kernel"), [((2, 9, 130), (5,)), ((2, 4, 24, 6), (4, 2)), ((1, 5, 8, 6, 6), (2, 2, 3))]
+)
+def test_the_input_gradient_of_patches_is_one_product(layers, shape, kernel, layout, monkeypatch):
+    if layout is not torch.contiguous_format and len(shape) != (4 if layout is torch.channels_last else 5):
+        pytest.skip("a layout of other dimensions")
+    products = []
+    product = conv._patch_input_grad
+    monkeypatch.setattr(conv, "_patch_input_grad", lambda *args: products.append(args) or product(*args))
+    dims = len(kernel)
+    op, native = getattr(conv, f"conv{dims}d"), getattr(F, f"conv{dims}d")
+    x = tensor(*shape).detach().contiguous(memory_format=layout).requires_grad_()
+    weight, bias = parameter(32, shape[1], *kernel), parameter(32)
+    layers.ratios["a"] = 0.9
+    actual = gradients(lambda *args: op(layers.a, *args, stride=kernel), x, weight, bias)
+    assert products
+    assert product(*products[0]).is_contiguous(memory_format=layout)
+    expected = gradients(lambda *args: native(*args, stride=kernel), x, weight, bias)
+    of_pruned = gradients(lambda *args: native(*args, stride=kernel), pruned_by_hand(x, 0.9), weight, bias)
+    torch.testing.assert_close(actual, {**expected, "1": of_pruned["1"]})
+
+
+@pytest.mark.parametrize(
+    "options", [{"stride": 2, "padding": 1}, {"stride": 1}, {"stride": 2, "dilation": 2}, {"stride": 2, "groups": 2}]
+)
+def test_other_kernels_have_the_native_input_gradient(layers, options, monkeypatch):
+    monkeypatch.setattr(conv, "_patch_input_grad", None)
+    x, weight = tensor(2, 8, 13, 14), parameter(32, 8 // options.get("groups", 1), 2, 2)
+    layers.ratios["a"] = 0.9
+    actual = gradients(lambda *args: conv.conv2d(layers.a, *args, **options), x, weight)
+    expected = gradients(lambda *args: F.conv2d(*args, **options), x, weight)
+    torch.testing.assert_close(actual["0"], expected["0"])
+
+
 def test_channels_last(layers):
     op, native, tensors, options = case("2d", layout=torch.channels_last)
     check_exact(layers.a, op, native, *tensors, **options)
