@@ -1,6 +1,7 @@
 """Trains the zoo's small SegFormer on CamVid, for adaptation on road scenes.
 
     python bench/train_segmentation.py --data camvid --minutes 90
+    python bench/train_segmentation.py --data camvid --score bench/weights/segformer_camvid.safetensors
 
 The budget is processor time per thread, so that what else the machine does costs nothing. The learning rate falls with
 the share of it that is spent, and the last epoch ends within it. A checkpoint is written every few epochs, and
@@ -170,6 +171,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--crop must not be larger than --size, got {arguments.crop} and {arguments.size}")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
+    if arguments.score is not None:
+        val = Images.read(arguments.data, "val", arguments.size, arguments.limit)
+        print(f"val mIoU of {arguments.score.name} {miou(zoo.load(MODEL, arguments.score), val):.2f} %")
+        return 0
     train, val = (Images.read(arguments.data, split, arguments.size, arguments.limit) for split in ("train", "val"))
     if len(train.x) < arguments.batch:
         raise ValueError(f"--batch must not be above the number of images, {len(train.x)}")
@@ -214,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, help="default: torch's")
     parser.add_argument("--checkpoint", type=Path, default=RESULTS / f"{MODEL}.pt")
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint, where there is one")
+    parser.add_argument("--score", type=Path, metavar="WEIGHTS", help="train nothing: print the val mIoU of a file")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "weights" / f"{MODEL}.safetensors")
     return commands.answer(run, parser.parse_args(arguments))
 
