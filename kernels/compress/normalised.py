@@ -1,7 +1,7 @@
 """`compress` of (x - mean) * rstd, which is never written out: what a norm keeps of its input.
 
-The C kernels make it anew from x in each of their passes, a chunk at a time, for float32 in contiguous memory.
-Elsewhere the dense tensor is computed and compressed, which is also the reference.
+The C kernels make it anew from x in each of their passes, a chunk at a time, for float32 in contiguous memory or with
+channels last. Elsewhere the dense tensor is computed and compressed, which is also the reference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from surgeon_fx.kernels.backends import active_backend, define_op
 from surgeon_fx.kernels.compress import Compressed, check_float, compress
 from surgeon_fx.kernels.layout import check_ratio, densify, flatten, kept_count, laid_out, mask_bytes
 
-SHORTEST_RUN = 16  # elements of a channel in one sample, or of a row: shorter runs are dearer than the dense tensor
+SHORTEST_RUN = 16  # elements of a channel in one sample or of a row, or channels side by side; fewer do not pay
 
 
 def compress_normalised(x: Tensor, mean: Tensor, rstd: Tensor, by: str, ratio: float) -> Compressed:
@@ -31,7 +31,10 @@ def compress_normalised(x: Tensor, mean: Tensor, rstd: Tensor, by: str, ratio: f
 
 def compress_normalised_pays(x: Tensor, mean: Tensor, by: str) -> bool:
     """Whether the kernels do it, and faster than the dense way."""
-    return _is_native(x, mean) and _run_length(x, mean, mean, by) >= SHORTEST_RUN
+    if not _is_native(x, mean, mean, by):
+        return False
+    length = _run_length(x, mean, mean, by)
+    return (mean.numel() if length == 1 and by == "channel" else length) >= SHORTEST_RUN
 
 
 def normalise(x: Tensor, mean: Tensor, rstd: Tensor, by: str) -> Tensor:
@@ -42,15 +45,22 @@ def normalise(x: Tensor, mean: Tensor, rstd: Tensor, by: str) -> Tensor:
     return laid_out(hat, x.shape, x.stride())
 
 
-def _is_native(*tensors: Tensor) -> bool:
-    """The C kernels read every argument as contiguous float32."""
-    return all(
-        x.dtype is torch.float32 and x.is_contiguous() and active_backend(x.device.type) == "cpu" for x in tensors
+def _is_native(x: Tensor, mean: Tensor, rstd: Tensor, by: str) -> bool:
+    """The C kernels read float32: contiguous statistics, and x in a layout whose runs they know."""
+    return (
+        all(one.dtype is torch.float32 and active_backend(one.device.type) == "cpu" for one in (x, mean, rstd))
+        and mean.is_contiguous()
+        and rstd.is_contiguous()
+        and (x.is_contiguous() or (by == "channel" and _has_channels_last(x)))
     )
 
 
+def _has_channels_last(x: Tensor) -> bool:
+    return x.dim() > 2 and x.stride(1) == 1 and x.movedim(1, -1).is_contiguous()
+
+
 def _run_length(x: Tensor, mean: Tensor, rstd: Tensor, by: str) -> int:
-    """How many neighbours in a contiguous x have the same statistics."""
+    """How many neighbours in memory have the same statistics."""
     groups = mean.numel()
     if by not in ("channel", "row"):
         raise ValueError(f'by must be "channel" or "row", got {by!r}')
@@ -59,7 +69,7 @@ def _run_length(x: Tensor, mean: Tensor, rstd: Tensor, by: str) -> int:
     if by == "channel":
         if x.dim() < 2 or groups != x.shape[1]:
             raise ValueError(f"mean must have one element for each channel of {tuple(x.shape)}, got {groups}")
-        return math.prod(x.shape[2:])
+        return math.prod(x.shape[2:]) if x.is_contiguous() else 1
     if not groups or x.numel() % groups:
         raise ValueError(f"mean must have one element for each row, and {tuple(x.shape)} is not {groups} equal rows")
     return x.numel() // groups
@@ -72,12 +82,12 @@ def _run(x: Tensor, mean: Tensor, rstd: Tensor, by: str, ratio: float) -> tuple[
         return x.new_empty(0), x.new_empty(0, dtype=torch.uint8)
     if kept == x.numel():
         return flatten(normalise(x, mean, rstd, by)), x.new_empty(0, dtype=torch.uint8)
-    if not _is_native(x, mean, rstd):
+    if not _is_native(x, mean, rstd, by):
         found = compress(normalise(x, mean, rstd, by), ratio)
         return found.values, found.bitmask
     from surgeon_fx.kernels.compress import cpu
 
-    return cpu.compress_normalised(x.view(-1), mean, rstd, length, kept)
+    return cpu.compress_normalised(flatten(x), mean, rstd, length, kept)
 
 
 def _fake(x: Tensor, mean: Tensor, rstd: Tensor, by: str, ratio: float) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,23 @@
 /* The loops of prune_pack.c over one chunk, for one instruction set and one element width: see for_each_isa.h. */
 
 #if SFX_WIDTH == 32
-/* The next n elements of x, normalised. Runs end where they end: most words lie within one. */
+/* The next n elements of x, normalised. Runs end where they end: most words lie within one. Where each is a single element,
+ * as where channels lie last, neighbours have neighbouring statistics. */
 INLINE void FN(normalise)(Source *s, const float *x, int64_t n, float *out) {
     const Statistics *t = s->statistics;
     if (n == WORD && s->left > WORD) {
         float mean = t->mean[s->group], rstd = t->rstd[s->group];
         for (int i = 0; i < WORD; i++) out[i] = normalised(x[i], mean, rstd);
         s->left -= WORD;
+        return;
+    }
+    if (t->run == 1) {
+        for (int64_t some; n > 0; n -= some, x += some, out += some) {
+            const float *mean = t->mean + s->group, *rstd = t->rstd + s->group;
+            some = MIN(n, t->groups - s->group);
+            for (int64_t i = 0; i < some; i++) out[i] = normalised(x[i], mean[i], rstd[i]);
+            if ((s->group += some) == t->groups) s->group = 0;
+        }
         return;
     }
     for (int64_t some; n > 0; n -= some, x += some, out += some) {
@@ -55,7 +65,8 @@ static void FN(gather)(Source s, int64_t stride, int64_t begin, int64_t end, uin
         for (int64_t i = begin; i < end; i++) {
             int64_t at = place_in_stratum(i, stride);
             __builtin_prefetch(x + place_in_stratum(i + 16, stride));
-            for (; at >= next; next += t->run) group = group + 1 < t->groups ? group + 1 : 0;
+            if (t->run == 1) group = at % t->groups;
+            else for (; at >= next; next += t->run) group = group + 1 < t->groups ? group + 1 : 0;
             float from, hat;
             memcpy(&from, x + at, sizeof from);
             hat = normalised(from, t->mean[group], t->rstd[group]);

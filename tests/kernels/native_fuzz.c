@@ -200,6 +200,7 @@ static const char *norm_case(int racing) {
 /* `compress` of a normalised input, against what it makes of the dense one. */
 static const char *normalised_case(int racing) {
     int64_t batch = 1 + below(3), groups = 1 + below(5), length = plane_size(batch * groups), n = batch * groups * length, bytes = (n + 7) / 8;
+    if (!below(4)) batch *= length, groups = 1 + below(100), length = 1, batch = MAX(1, batch / groups), n = batch * groups, bytes = (n + 7) / 8; /* channels last */
     if (n < 2) return NULL;
     int64_t kept = 1 + below(below(4) ? n - 1 : MIN(n - 1, 70));
     int threads = 1 + (int)below(4), kind = (int)below(6);

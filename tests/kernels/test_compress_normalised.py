@@ -46,6 +46,18 @@ def test_equals_compress_of_the_dense_tensor(isa, shape, by):
             check(x, *statistics(x, by), by, ratio)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shape", [(2, 16, 33, 35), (3, 70, 9, 9), (1, 64, 70, 70), (2, 33, 4, 5, 6), (5, 1000, 3, 3)])
+def test_channels_that_lie_side_by_side(isa, shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape).movedim(1, -1).contiguous().movedim(-1, 1)
+    mean, rstd = statistics(x, "channel")
+    assert compress_normalised_pays(x, mean, "channel")
+    with native.forced_instruction_set(isa):
+        for ratio in (0.1, 0.5, 0.9, 0.999):
+            check(x, mean, rstd, "channel", ratio)
+
+
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("by", ["channel", "row"])
 def test_values_that_are_hard_to_order(values, by):
@@ -82,7 +94,7 @@ def test_other_layouts_and_types_are_as_exact(by):
     check(x.double(), mean.double(), rstd.double(), by, 0.7)
     check(x.bfloat16(), mean, rstd, by, 0.7)
     check(x, mean.repeat(2)[::2].contiguous(), rstd.repeat_interleave(2)[::2], by, 0.7)
-    assert not compress_normalised_pays(last, mean, by)
+    assert not compress_normalised_pays(last, mean, by)  # too few channels, or rows that are not in one piece
     assert not compress_normalised_pays(x.bfloat16(), mean, by)
 
 
@@ -90,6 +102,8 @@ def test_other_layouts_and_types_are_as_exact(by):
 def test_pays_for_long_runs_of_float32():
     assert compress_normalised_pays(torch.empty(4, 6, 4, 4), torch.empty(6), "channel")
     assert not compress_normalised_pays(torch.empty(4, 6, 3, 5), torch.empty(6), "channel")
+    assert compress_normalised_pays(torch.empty(40, 16), torch.empty(16), "channel")
+    assert not compress_normalised_pays(torch.empty(40, 15), torch.empty(15), "channel")
     assert compress_normalised_pays(torch.empty(4, 6, 16), torch.empty(4, 6), "row")
     assert not compress_normalised_pays(torch.empty(4, 6, 15), torch.empty(4, 6), "row")
 
