@@ -155,18 +155,18 @@ def defocus_blur(x: Tensor, constants: tuple[float, float], random: np.random.Ge
 
 
 def glass_blur(x: Tensor, constants: tuple[float, int, int], random: np.random.Generator) -> Tensor:
-    """Blur, pixels exchanged with near ones one after the other, blur."""
+    """Blur, one pixel after the other overwritten by a near one (meant as an exchange, and published so), blur."""
     sigma, reach, rounds = constants
     height, width = x.shape[1:]
     x = (_blurred(x, sigma) * 255).floor() / 255
     places = list(range(height * width))
     for _ in range(rounds):
         moves = random.integers(-reach, reach, (height, width, 2)).tolist()
-        for row in range(height - reach - 1, reach - 1, -1):
-            for column in range(width - reach - 1, reach - 1, -1):
+        for row in range(height - reach, reach, -1):
+            for column in range(width - reach, reach, -1):
                 right, down = moves[row][column]
                 a, b = row * width + column, (row + down) * width + column + right
-                places[a], places[b] = places[b], places[a]
+                places[a] = places[b]
     return _blurred(x.flatten(1)[:, places].view(x.shape), sigma)
 
 
@@ -258,11 +258,11 @@ def frost(x: Tensor, constants: tuple[float, float], random: np.random.Generator
     """Crystals: the ridges of clouds at several angles, bluish white, denser at the rim."""
     keep, strength = constants
     height, width = x.shape[1:]
-    ridges = torch.stack([1 - (2 * _cloud(x, 1.7, random) - 1).abs() for _ in range(3)])
-    pattern = ridges.amax(0).pow(6)
+    ridges = torch.stack([1 - (2 * _cloud(x, 1.6, random) - 1).abs() for _ in range(3)])
+    pattern = ridges.amax(0).pow(8)
     rows, columns = torch.linspace(-1, 1, height).view(-1, 1), torch.linspace(-1, 1, width)
     rim = (rows.square() + columns.square()) / 2
-    pattern = (0.5 + 0.5 * pattern) * (0.75 + 0.25 * rim)
+    pattern = (0.5 + 0.7 * pattern) * (0.8 + 0.2 * rim)
     color = torch.tensor([0.86, 0.93, 1.0]).view(3, 1, 1)
     return keep * x + strength * color * pattern
 
@@ -294,8 +294,15 @@ def elastic_transform(x: Tensor, constants: tuple[float, float, float], random: 
     source = np.stack([columns, rows, np.ones_like(rows)], axis=-1) @ back
     field = torch.from_numpy(random.uniform(-1, 1, (2, height, width)).astype(np.float32))
     field = strength * (_blurred(field, sigma, truncate=3.0) if sigma else field)
-    place = torch.from_numpy(source.astype(np.float32)) + torch.tensor([width / 2, height / 2]) + field.permute(1, 2, 0)
-    grid = 2 * place / torch.tensor([max(width - 1, 1), max(height - 1, 1)]) - 1
+    x = _sampled(x, torch.from_numpy(source.astype(np.float32)) + torch.tensor([width / 2, height / 2]))
+    own = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1)
+    return _sampled(x, own + field.permute(1, 2, 0))
+
+
+def _sampled(x: Tensor, places: Tensor) -> Tensor:
+    """The image at other places, H x W x 2 of column and row; mirrored beyond its edges."""
+    height, width = x.shape[1:]
+    grid = 2 * places / torch.tensor([max(width - 1, 1), max(height - 1, 1)]) - 1
     options = {"mode": "bilinear", "padding_mode": "reflection", "align_corners": True}
     return F.grid_sample(x.unsqueeze(0), grid.unsqueeze(0), **options).squeeze(0)
 

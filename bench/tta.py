@@ -27,6 +27,7 @@ ratios per layer, pass by pass; "selection" the errors learning rates were chose
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,7 +134,7 @@ def _rates(text: str) -> list[float] | str:
         found = [float(part) for part in _names(text)]
     except ValueError:
         found = []
-    if not found or min(found) < 0:
+    if not found or not all(0 <= lr < math.inf for lr in found):
         raise argparse.ArgumentTypeError(f"must be learning rates like 1e-4 or 1e-5,1e-4, or grid, got {text!r}")
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -138,7 +139,7 @@ def parse_kind(text: str) -> tuple[str, float | None]:
         concentration = float(number) if colon else CONCENTRATION
     except ValueError:
         concentration = 0.0
-    if concentration <= 0:
+    if not 0 < concentration < math.inf:
         raise ValueError(f"the number of a correlated stream must be above 0, got {text!r}")
     return kind, concentration if kind == "correlated" else None
 

@@ -10,6 +10,8 @@ machine does meanwhile falls on all. A call is all that a method does with a bat
 - peak: high-water mark of the resident set over the call, net of the level before it; on CUDA of the allocator
 - time per call, and floating-point operations in convolutions and matrix products. A turn is two calls, of which the
   second is timed: in a stream calls follow each other, and here a process has waited for the others
+
+Where RoTTA learns at every few calls alone, as many make up what is called a call above; time is their mean.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ from tta_runs import BENCHMARK, FORWARD_ONLY, NORM_ONLY, Setting, Trial
 from tta_stream import Stream
 
 import surgeon_fx
-from surgeon_fx.adapt import MECTA, Checkpointed
+from surgeon_fx.adapt import MECTA, Checkpointed, RoTTA
 from surgeon_fx.api import is_transformed
 from surgeon_fx.modules import blocks
 from surgeon_fx.planner import arithmetic
@@ -49,31 +52,40 @@ class Worker:
         model = setting.build()
         torch.manual_seed(trial.seed)
         self.adapter = trial.adapter(model, setting)
+        every = self.adapter.every if isinstance(self.adapter, RoTTA) else 1
+        self.calls = -(-every // (setting.window or setting.batch))  # until it has learnt
 
     def turn(self, what: str) -> dict[str, Any]:
-        """One batch; `what` says how it is looked at."""
-        x = next(self.batches).to(self.device)
+        """A few batches; `what` says how they are looked at."""
+        batches = self._next()
         if what == "memory":
-            return self._memory(x)
+            return self._memory(batches)
         if what == "count":
-            return self._count(x)
-        self.adapter(x)
+            return self._count(batches)
+        self._adapt(batches)
         if what != "time":
             return {}
-        x = next(self.batches).to(self.device)
+        batches = self._next()
         begin = self.meter.clock()
-        self.adapter(x)
-        return {"batch": self.meter.clock() - begin}
+        self._adapt(batches)
+        return {"batch": (self.meter.clock() - begin) / self.calls}
 
-    def _memory(self, x: Tensor) -> dict[str, Any]:
+    def _next(self) -> list[Tensor]:
+        return [next(self.batches).to(self.device) for _ in range(self.calls)]
+
+    def _adapt(self, batches: list[Tensor]) -> None:
+        for x in batches:
+            self.adapter(x)
+
+    def _memory(self, batches: list[Tensor]) -> dict[str, Any]:
         if peak_unavailable_reason(self.device):
             return {}
         self.meter.forget()
         base = self.meter.now()
-        self.adapter(x)
+        self._adapt(batches)
         return dict(self.meter.peaks(base))
 
-    def _count(self, x: Tensor) -> dict[str, Any]:
+    def _count(self, batches: list[Tensor]) -> dict[str, Any]:
         from torch.utils.flop_counter import FlopCounterMode
 
         held = [0]
@@ -91,14 +103,16 @@ class Worker:
             handles += [block.register_forward_pre_hook(enter) for block in blocks(self.adapter.model).values()]
         try:
             with FlopCounterMode(display=False) as counter:
-                self.adapter(x)
+                self._adapt(batches)
         finally:
             for handle in handles:
                 handle.remove()
         ratios = dict(surgeon_fx.ratios(self.adapter.model)) if is_transformed(self.adapter.model) else {}
-        found = {"held": max(held), "gflops": counter.get_total_flops() / 1e9, "ratios": ratios}
+        found = {"held": max(held), "gflops": counter.get_total_flops() / 1e9 / self.calls, "ratios": ratios}
         if isinstance(self.adapter, MECTA):
             found["paper_cache"] = self.adapter.cache_bytes  # as its authors count
+        if isinstance(self.adapter, RoTTA):
+            found["samples"] = len(self.adapter.memory.items)  # that it learns from, whatever the batch
         return found
 
 
@@ -149,14 +163,15 @@ def rows_of(
 ) -> list[Row]:
     """The rows of what `measure` found, with the paper's count beside it."""
     x = next(full_batches(stream, setting.window or setting.batch))
-    count = paper_count(setting.build(), tuple(x.shape))
+    count = cache(lambda samples: paper_count(setting.build(), (samples, *x.shape[1:])))
     rows = []
     for trial in trials:
         turns = found[trial.method]
         ratios = next(turn["ratios"] for turn in turns if "ratios" in turn)
         values = {metric: [turn[metric] for turn in turns if metric in turn] for metric in UNITS}
         if not values["paper_cache"] and trial.method != "ecotta":  # the paper has no count of its kind
-            values["paper_cache"] = [count(trial.method, ratios)]
+            learns_from = next((turn["samples"] for turn in turns if "samples" in turn), len(x))
+            values["paper_cache"] = [count(learns_from)(trial.method, ratios)]
         case = {"setting": setting.case(stream), "options": trial.options, "lr": trial.lr, "input": list(x.shape)}
         for metric, samples in values.items():
             if samples:

@@ -15,7 +15,7 @@ from common import Environment, Row, progress
 from torch import nn
 from tta_folders import IMAGENET_CLASSES
 from tta_score import Score
-from tta_source import WARM_UP_EPOCHS, Source, warm_up
+from tta_source import WARM_UP_EPOCHS, Source, version, warm_up
 from tta_stream import SPLITS, SYNTHETIC, Stream, open_stream
 
 from surgeon_fx import Config, transform, zoo
@@ -112,7 +112,7 @@ class Trial:
             options["seed"] = self.seed
         source = None if setting is None else setting.source
         if samples and source and setting is not None:
-            batches = Source(source, min(setting.batch, samples), samples, self.seed).images()
+            batches = Source(source, min(setting.batch, samples), samples, self.seed, setting.device).images()
             if self.method == "eata":
                 options["fisher"] = batches
             else:
@@ -125,7 +125,7 @@ class Trial:
         if isinstance(adapter, EcoTTA) and setting is not None:
             if source is None:
                 raise ValueError("ecotta needs labelled source data for its warm-up: --source names it")
-            key = {"model": setting.model, "weights": setting.weights and Path(setting.weights).name, "seed": self.seed}
+            key = {"model": setting.model, "weights": version(setting.weights), "seed": self.seed}
             warm_up(adapter, source, setting.batch, epochs, limit, {**key, "options": self.options})
         return adapter
 

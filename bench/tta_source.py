@@ -33,9 +33,11 @@ WARM_UP_EPOCHS = 10
 class Source:
     """Batches of images and labels, in another order each time they are gone through."""
 
-    def __init__(self, path: str, batch: int, limit: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, path: str, batch: int, limit: int | None = None, seed: int = 0, device: str | torch.device = "cpu"
+    ) -> None:
         self.x, self.y = read_source(Path(path), limit)
-        self.batch, self.generator = batch, torch.Generator().manual_seed(seed)
+        self.batch, self.generator, self.device = batch, torch.Generator().manual_seed(seed), device
 
     def __len__(self) -> int:
         return max(1, len(self.x) // self.batch)
@@ -43,7 +45,7 @@ class Source:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.randperm(len(self.x), generator=self.generator)
         for chosen in order[: len(self) * self.batch].split(self.batch):
-            yield self.x[chosen].float() / 255, self.y[chosen]
+            yield self.x[chosen].to(self.device).float() / 255, self.y[chosen].to(self.device)
 
     def images(self) -> Iterator[Tensor]:
         return (x for x, _ in self)
@@ -72,12 +74,21 @@ def _layout(folder: Path) -> Callable[..., Stream] | None:
 
 def warm_up(adapter: EcoTTA, source: str, batch: int, epochs: int, limit: int | None, key: dict[str, Any]) -> None:
     """Warms EcoTTA up, or takes what an earlier run has learnt; `key` is all that makes it what it is."""
-    key = {**key, "source": Path(source).name, "epochs": epochs, "limit": limit, "batch": batch}
+    device = next(adapter.model.parameters()).device
+    key = {**key, "source": version(source), "epochs": epochs, "limit": limit, "batch": batch}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = RESULTS / f"ecotta_{name}.pt"
     if file.exists():
-        adapter.load_state_dict(torch.load(file, weights_only=True))
+        adapter.load_state_dict(torch.load(file, weights_only=True, map_location=device))
         return
-    adapter.warm_up(Source(source, batch, limit), epochs=epochs)
+    adapter.warm_up(Source(source, batch, limit, device=device), epochs=epochs)
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save(adapter.state_dict(), file)
+
+
+def version(path: str | None) -> list[Any] | None:
+    """What tells a file or folder from others, and from itself once it has changed."""
+    if path is None:
+        return None
+    where = Path(path).resolve()
+    return [str(where), where.stat().st_size, where.stat().st_mtime_ns]

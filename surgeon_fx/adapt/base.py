@@ -85,9 +85,9 @@ class Adapter:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if lr is not None and (optimizer is not None or lr < 0):
+        if lr is not None and (optimizer is not None or not 0 <= lr < math.inf):
             raise ValueError("lr must not be negative, and is the optimizer's own where an optimizer is given")
-        if prior < 0:
+        if not 0 <= prior < math.inf:
             raise ValueError(f"prior must be a number of samples, 0 or more, got {prior}")
         if loss_fn is not None and loss != "entropy":
             raise ValueError("loss and loss_fn are two names for one thing: give one of them")
@@ -163,7 +163,7 @@ class Adapter:
         return x
 
     def _returned(self, output: Any) -> Any:
-        return _detached(output, (lambda t: t[:0]) if self._empty else Tensor.detach)
+        return detached(output, (lambda t: t[:0]) if self._empty else Tensor.detach)
 
     def _adapting(self) -> contextlib.AbstractContextManager[None]:
         return adapting(self.model, self.trained.values(), self.statistics, self.prior)
@@ -353,15 +353,15 @@ def _apart(x: Any) -> Any:
     return tree_map_only(Tensor, lambda t: cast(Tensor, t.clone() if t.is_inference() else t.detach()), x)
 
 
-def _detached(output: Any, each: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
+def detached(output: Any, each: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
     """What the model returned, without its graph: tensors in containers, dictionaries and data classes of any type."""
     if isinstance(output, Tensor):
         return each(output.detach())
     if is_dataclass(output) and not isinstance(output, (type, Mapping)):
-        return replace(output, **{f.name: _detached(getattr(output, f.name), each) for f in fields(output) if f.init})
+        return replace(output, **{f.name: detached(getattr(output, f.name), each) for f in fields(output) if f.init})
     if isinstance(output, dict) and not _is_node(output):
         new = copy.copy(output)
-        new.update({key: _detached(value, each) for key, value in output.items()})
+        new.update({key: detached(value, each) for key, value in output.items()})
         return new
     return tree_map_only(Tensor, lambda t: each(t.detach()), output)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from surgeon_fx.adapt.augment import augment as default_augment
 from surgeon_fx.adapt.base import Adapter
-from surgeon_fx.adapt.losses import by_classes
+from surgeon_fx.adapt.losses import by_classes, check_not_negative, check_shares
 from surgeon_fx.adapt.statistics import adapting
 from surgeon_fx.inputs import call
 from surgeon_fx.losses import consistency, logits_of, with_logits
@@ -23,6 +23,11 @@ from surgeon_fx.losses import consistency, logits_of, with_logits
 PUBLISHED = {10: (0.92, 0.01, False), 100: (0.72, 0.01, False), 1000: (0.1, 0.001, True)}
 PIXEL_CONFIDENCE = 0.69
 SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
+
+
+def _log(probabilities: Tensor) -> Tensor:
+    """Finite: a class without any probability gets the least there is."""
+    return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
 
 
 class CoTTA(Adapter):
@@ -57,6 +62,8 @@ class CoTTA(Adapter):
             raise ValueError("CoTTA learns from its teacher: leave out loss")
         if views < 1:
             raise ValueError(f"views must be 1 or more, got {views}")
+        check_shares(momentum=momentum, restore=restore)
+        check_not_negative(confidence=confidence)
         self.confidence, self.restore, self.symmetric = confidence, restore, symmetric
         self.momentum, self.views, self.augment = momentum, views, augment or default_augment
         self.generator = torch.Generator().manual_seed(seed)
@@ -78,7 +85,9 @@ class CoTTA(Adapter):
             yield
 
     def _forward(self, x: Any) -> Any:
+        drawn = self.generator.get_state()  # what is only predicted leaves no trace
         output, target = self._target(x)
+        self.generator.set_state(drawn)
         return with_logits(output, target)
 
     def _learn(self, x: Any) -> Any:
@@ -119,7 +128,7 @@ class CoTTA(Adapter):
         known = sure > (PIXEL_CONFIDENCE if self.confidence is None else self.confidence)
         own = logits.softmax(1)
         if known.all():
-            return own.log()
+            return _log(own)
         if not isinstance(x, Tensor) or x.dim() != 4:
             raise ValueError("CoTTA scales and flips images: a batch must be a tensor N x C x H x W")
         total = torch.zeros_like(own)
@@ -130,7 +139,7 @@ class CoTTA(Adapter):
                 seen = logits_of(call(self.teacher, scaled.flip(3) if flip else scaled)).softmax(1)
                 seen = seen.flip(3) if flip else seen
                 total += F.interpolate(seen, size=own.shape[2:], mode="bilinear", align_corners=False)
-        return torch.where(known.unsqueeze(1), own, total / (2 * len(SCALES))).log()
+        return _log(torch.where(known.unsqueeze(1), own, total / (2 * len(SCALES))))
 
     @torch.no_grad()
     def _follow(self) -> None:
@@ -153,4 +162,4 @@ class CoTTA(Adapter):
         with torch.no_grad():
             for name, parameter in self.teacher.named_parameters():
                 parameter.copy_(state["teacher"][name])
-        self.generator.set_state(state["generator"])
+        self.generator.set_state(state["generator"].cpu())

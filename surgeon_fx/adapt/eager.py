@@ -145,8 +145,8 @@ def find_fisher(model: nn.Module, batches: Iterable[Any], train: Trains = "norm"
     """How much predictions for clean images rely on each trained parameter, and its present value.
 
     The square of a batch's gradient of the cross entropy with the model's own predictions, averaged over the batches,
-    in the state adapters work in. A batch is what the model is called with; of a list, as loaders make it of images
-    and labels, the first entry.
+    in the state adapters work in. A batch is what the model is called with; of a list or a pair with labels, as
+    loaders make them, the first entry.
     """
     chosen = trains(model, train)
     trained = {name: p for name, p in model.named_parameters() if chosen(name, p)}
@@ -154,7 +154,7 @@ def find_fisher(model: nn.Module, batches: Iterable[Any], train: Trains = "norm"
     count = 0
     with torch.inference_mode(False), torch.enable_grad(), adapting(model, trained.values()):
         for batch in batches:
-            rows = predictions(call(model, batch[0] if isinstance(batch, list) else batch))
+            rows = predictions(call(model, batch[0] if isinstance(batch, list) or _is_labelled(batch) else batch))
             loss = F.cross_entropy(rows, rows.argmax(1))
             grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             for square, grad in zip(squares.values(), grads, strict=True):
@@ -163,4 +163,15 @@ def find_fisher(model: nn.Module, batches: Iterable[Any], train: Trains = "norm"
             count += 1
     if not count:
         raise ValueError("fisher needs at least one batch of clean images; None leaves the penalty out (ETA)")
+    if not all(bool(torch.isfinite(square).all()) for square in squares.values()):
+        raise ValueError("fisher is not finite: the model's gradients on these images are not")
     return {name: (square / count, trained[name].detach().clone()) for name, square in squares.items()}
+
+
+def _is_labelled(batch: Any) -> bool:
+    """A tuple of images and labels, where others are a model's arguments."""
+    return isinstance(batch, tuple) and len(batch) == 2 and _is_label(batch[1])
+
+
+def _is_label(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype is torch.int64 and x.dim() == 1

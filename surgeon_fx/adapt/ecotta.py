@@ -276,4 +276,4 @@ class EcoTTA(Adapter):
         self._remember()  # an adapter without a warm-up of its own goes back to this one
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"])
+        self.generator.set_state(state["generator"].cpu())

@@ -25,6 +25,19 @@ def by_classes(classes: int, published: Mapping[int, T]) -> T:
     return published[min(published, key=lambda known: abs(math.log(known / classes)))]
 
 
+def check_shares(**shares: float | None) -> None:
+    """ValueError where one that is given is not from 0 to 1."""
+    for name, share in shares.items():
+        if share is not None and not 0 <= share <= 1:
+            raise ValueError(f"{name} must be from 0 to 1, got {share}")
+
+
+def check_not_negative(**numbers: float | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not 0 <= number < math.inf:
+            raise ValueError(f"{name} must be a number, 0 or more, got {number}")
+
+
 class Loss:
     """What a step learns from.
 
@@ -103,6 +116,7 @@ class EataLoss(Loss):
         fisher: Mapping[str, tuple[Tensor, Tensor]] | None = None,
         alpha: float | None = None,
     ) -> None:
+        check_not_negative(margin=margin, d=d, alpha=alpha)
         self.margin, self.d, self.fisher, self.alpha = margin, d, fisher, alpha
         self.mean: Tensor | None = None  # of the probabilities chosen so far
 
@@ -159,6 +173,7 @@ class SarLoss(Loss):
     FLOOR, FLOOR_CLASSES = 0.2, 1000
 
     def __init__(self, *, margin: float = CERTAIN, rho: float = 0.05, floor: float | None = None) -> None:
+        check_not_negative(margin=margin, rho=rho)
         self.margin, self.rho, self.floor = margin, rho, floor
         self.mean: float | None = None  # of second losses
 

@@ -53,6 +53,15 @@ class MECTA(Tent):
         with adapting(self.model, self.trained.values(), statistics=False), swapped(self.model, self.norms):
             yield
 
+    def _forward(self, x: Any) -> Any:
+        """As a call makes them, with statistics that follow the batch, and go back."""
+        before = self._own_state()
+        try:
+            with moving(self.norms):
+                return super()._forward(x)
+        finally:
+            self._load_own_state(before)
+
     def _learn(self, x: Any) -> Any:
         with moving(self.norms):
             return super()._learn(x)
@@ -71,4 +80,4 @@ class MECTA(Tent):
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         load_statistics(self.norms, state["statistics"])
-        self.generator.set_state(state["generator"])
+        self.generator.set_state(state["generator"].cpu())

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
 
 class MovingNorm(nn.Module):
     """A batch norm over the same weight and bias that normalises with statistics of its own.
 
     They start as the source's (or as those of the first batch, where there are none), and follow the batches only
-    while `moving`.
+    while `moving`. A timm norm's dropout and activation come behind it.
     """
 
     mean: Tensor
@@ -25,12 +27,14 @@ class MovingNorm(nn.Module):
     def __init__(self, norm: _BatchNorm) -> None:
         super().__init__()
         self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
+        self.behind = _behind(norm)  # a tuple: the modules stay the norm's
         known = norm.running_mean is not None and norm.running_var is not None
         self.register_buffer("mean", norm.running_mean.clone() if known else torch.empty(0))  # type: ignore[union-attr]
         self.register_buffer("var", norm.running_var.clone() if known else torch.empty(0))  # type: ignore[union-attr]
 
     def _batch(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance per channel."""
+        """Mean and biased variance per channel, in the precision of the statistics."""
+        x = x.to(self.mean.dtype) if self.mean.numel() else x
         var, mean = torch.var_mean(x, [d for d in range(x.dim()) if d != 1], correction=0)
         if not self.mean.numel():
             self.mean, self.var = mean.detach(), var.detach()
@@ -41,12 +45,28 @@ class MovingNorm(nn.Module):
         out = (x - mean.view(shape)) * (var + self.eps).rsqrt().view(shape)
         if self.weight is not None:
             out = out * self.weight.view(shape)
-        return out if self.bias is None else out + self.bias.view(shape)
+        return (out if self.bias is None else out + self.bias.view(shape)).to(x.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        out = self._norm(x)
+        for module in self.behind:
+            out = module(out)
+        return out
+
+    def _norm(self, x: Tensor) -> Tensor:
         if not self.mean.numel():
             self._batch(x)
         return self._normalise(x, self.mean, self.var)
+
+
+def _behind(norm: _BatchNorm) -> tuple[nn.Module, ...]:
+    """What a norm does after normalising."""
+    if type(norm).forward in PLAIN:
+        return ()
+    found = tuple(getattr(norm, name, None) for name in ("drop", "act"))
+    if not all(isinstance(module, nn.Module) for module in found):
+        raise ValueError(f"{type(norm).__name__} has a forward of its own, and no other norm can stand in for it")
+    return found  # type: ignore[return-value]
 
 
 class RobustNorm(MovingNorm):
@@ -56,9 +76,9 @@ class RobustNorm(MovingNorm):
         super().__init__(norm)
         self.momentum = momentum
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _norm(self, x: Tensor) -> Tensor:
         if not self.moving:
-            return super().forward(x)
+            return super()._norm(x)
         mean, var = self._batch(x)
         mean, var = torch.lerp(self.mean, mean, self.momentum), torch.lerp(self.var, var, self.momentum)
         self.mean, self.var = mean.detach(), var.detach()
@@ -82,9 +102,9 @@ class MectaNorm(MovingNorm):
         self.__dict__["generator"] = generator
         self.frozen, self.cache_bytes = False, 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _norm(self, x: Tensor) -> Tensor:
         if not self.moving:
-            return super().forward(x)
+            return super()._norm(x)
         with torch.no_grad():
             mean, var = self._batch(x)
             beta = self._beta(mean, var)
@@ -118,6 +138,7 @@ class _Mecta(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         part, mean, var, moved_mean, moved_var, kept, weight = ctx.saved_tensors
+        grad = grad.to(mean.dtype)
         shape, dims = [1, -1, *[1] * (grad.dim() - 2)], [d for d in range(grad.dim()) if d != 1]
         slope = (moved_var + ctx.eps).rsqrt()
         scale = (slope if weight is None else slope * weight).view(shape)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from surgeon_fx.adapt.augment import augment as default_augment
 from surgeon_fx.adapt.base import Adapter, Step
+from surgeon_fx.adapt.losses import check_shares
 from surgeon_fx.adapt.norms import MovingNorm, RobustNorm, load_statistics, moving, statistics_of, swapped
 from surgeon_fx.adapt.statistics import adapting, batch_norms
 from surgeon_fx.api import is_transformed
@@ -99,6 +100,7 @@ class RoTTA(Adapter):
             raise ValueError("RoTTA learns from its teacher: leave out loss")
         if capacity < 1 or (every is not None and every < 1):
             raise ValueError(f"capacity and every must be 1 or more, got {capacity} and {every}")
+        check_shares(momentum=momentum, norm_momentum=norm_momentum)
         if is_transformed(model):
             raise ValueError("RoTTA brings norm layers of its own: give it the model as it was before transform")
         if options.get("prior"):
@@ -177,4 +179,4 @@ class RoTTA(Adapter):
         load_statistics(self.teacher_norms, state["teacher_statistics"])
         self.memory.items = [Item(**item) for item in state["memory"]]
         self.samples = state["samples"]
-        self.generator.set_state(state["generator"])
+        self.generator.set_state(state["generator"].cpu())

@@ -163,7 +163,7 @@ class Surgeon(Adapter):
     def _load_own_state(self, state: dict[str, Any]) -> None:
         ratios(self.model).update(state["ratios"])
         self.batches = state["batches"]
-        self.generator.set_state(state["generator"])
+        self.generator.set_state(state["generator"].cpu())
         self.importance = None
         if self.shift is not None:
             self.shift.reference = state["shift"]

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon_fx.adapt.base import Adapter, Step
+from surgeon_fx.adapt.base import Adapter, Step, detached
 from surgeon_fx.adapt.statistics import batch_norms
-from surgeon_fx.losses import logits_of, with_logits
 
 
 class Window:
@@ -37,13 +36,14 @@ class Window:
         self.samples = [*self.samples, x.detach()][-self.size :]
         self.count += 1
         if self.count % self.size == 0:
-            output = self.adapter(torch.cat(self.samples))
+            batch = torch.cat(self.samples)
+            output = self.adapter(batch)
             self.last = self.adapter.last
         else:
-            alone = not batch_norms(self.adapter.model)
-            output = self.adapter.predict(x if alone else torch.cat(self.samples))
+            batch = torch.cat(self.samples) if batch_norms(self.adapter.model) else x
+            output = self.adapter.predict(batch)
             self.last = Step(skipped="the window waits for more samples")
-        return with_logits(output, logits_of(output)[-1:])
+        return detached(output, lambda t: t[-1:] if t.dim() and len(t) == len(batch) else t)
 
     def reset(self) -> None:
         self.adapter.reset()

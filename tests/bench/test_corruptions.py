@@ -94,8 +94,10 @@ def test_simple_ones_by_hand():
 def test_glass_only_moves_pixels():
     x = torch.rand(1, 3, 20, 20)
     made = corruptions.glass_blur(x[0], (0.0, 2, 1), np.random.default_rng(0))
-    assert torch.allclose(made.flatten().sort().values, ((255 * x).floor() / 255).flatten().sort().values)
-    assert not torch.equal(made, x[0])
+    before = (255 * x[0]).floor() / 255
+    pixels = {tuple(pixel) for pixel in before.flatten(1).t().tolist()}
+    assert {tuple(pixel) for pixel in made.flatten(1).t().tolist()} < pixels  # copied, so that some are lost
+    assert torch.equal(made[:, :2], before[:, :2])  # out of reach
 
 
 @pytest.mark.parametrize(
