@@ -321,3 +321,78 @@ def test_jitter_changes_some_images(x):
     assert made.min() >= 0
     assert made.max() <= 1
     assert Small()(made[:2]).shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", ["mecta", "rotta"])
+def test_norms_with_an_activation_inside(name, x):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("tf_efficientnet_lite0", num_classes=3).eval()
+    expected = model(x)
+    adapter = adapt.METHODS[name](model, **({"capacity": 4} if name == "rotta" else {}))
+    if name == "rotta":
+        assert torch.allclose(adapter.predict(x), expected, rtol=1e-3, atol=1e-5)
+    norms = adapter.norms
+    assert len(norms) > 40
+    for norm, ours in norms.items():  # each by itself, with the source's statistics
+        values = torch.randn(2, ours.mean.numel(), 3, 3)
+        assert torch.allclose(ours(values), norm(values), rtol=1e-4, atol=1e-5)
+    assert any(ours.behind for ours in norms.values())
+    assert adapter(x).isfinite().all()
+
+
+@pytest.mark.parametrize("method", [adapt.MECTA, adapt.RoTTA])
+def test_norms_that_do_more_are_refused(method):
+    class Odd(nn.BatchNorm2d):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    with pytest.raises(ValueError, match="Odd has a forward of its own"):
+        method(nn.Sequential(nn.Conv2d(3, 4, 1), Odd(4)))
+
+
+@pytest.mark.parametrize("name", ["mecta", "rotta"])
+def test_statistics_of_their_own_under_autocast(name, model, x):
+    adapter = adapt.METHODS[name](model, **({"capacity": 4} if name == "rotta" else {}))
+    before = [norm.mean for norm in adapter.norms.values()]
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            assert adapter(x).isfinite().all()
+    assert not adapter.last.skipped
+    for norm, mean in zip(adapter.norms.values(), before, strict=True):
+        assert norm.mean.dtype is torch.float32
+        assert not torch.equal(norm.mean, mean)
+
+
+def test_scores_of_pixels_are_finite(x):
+    model = Pixels()
+    with torch.no_grad():
+        next(model.parameters()).mul_(1e4)
+    assert adapt.CoTTA(model)(x)["out"].isfinite().all()
+    assert adapt.CoTTA(model, confidence=0.0)(x)["out"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: adapt.CoTTA(model, momentum=2), "momentum must be from 0 to 1"),
+        (lambda model: adapt.CoTTA(model, restore=float("nan")), "restore must be from 0 to 1"),
+        (lambda model: adapt.RoTTA(model, norm_momentum=5), "norm_momentum must be from 0 to 1"),
+        (lambda model: adapt.EATA(model, margin=float("nan")), "margin must be a number, 0 or more"),
+        (lambda model: adapt.EATA(model, d=-1), "d must be a number, 0 or more"),
+        (lambda model: adapt.SAR(model, rho=float("inf")), "rho must be a number, 0 or more"),
+        (lambda model: adapt.Tent(model, prior=float("nan")), "prior must be a number of samples"),
+        (lambda model: adapt.Tent(model, lr=float("nan")), "lr must not be negative"),
+        (lambda model: adapt.EATA(model, fisher=[torch.full((2, 3, 12, 12), float("nan"))]), "fisher is not finite"),
+    ],
+)
+def test_settings_that_make_no_sense(make, message, model):
+    with pytest.raises(ValueError, match=message):
+        make(model)
+
+
+def test_fisher_takes_images_with_or_without_labels(model, x):
+    labels = torch.zeros(len(x), dtype=torch.int64)
+    plain, *others = (adapt.find_fisher(model, [batch]) for batch in (x, (x, labels), [x, labels], (x,)))
+    for other in others:
+        assert all(torch.equal(plain[name][0], other[name][0]) for name in plain)

@@ -57,5 +57,38 @@ def test_predict_learns_nothing_and_is_what_a_call_returns(name, model, x):
     found = adapter.predict(x)
     assert not found.requires_grad
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-    if not name.startswith("mecta"):  # its statistics move with a call, and it predicts with the moved ones
-        assert torch.equal(found, adapter(x))
+    assert torch.equal(found, adapter(x))
+
+
+@pytest.mark.parametrize("name", ["cotta", "mecta", "rotta", "surgeon"])
+def test_predictions_between_calls_change_nothing(name, model, x):
+    options = {"confidence": 1.1, "views": 2} if name == "cotta" else {}
+    outputs = []
+    for asked in (0, 3):
+        adapter = adapt.METHODS[name](copy.deepcopy(model), **options)
+        for _ in range(3):
+            for _ in range(asked):
+                adapter.predict(1 - x)
+            outputs.append(adapter(x))
+    assert all(map(torch.equal, outputs[:3], outputs[3:]))
+
+
+def test_a_window_returns_the_last_of_all_that_a_model_says(model, x):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            logits = self.model(x)
+            return {"logits": logits, "features": x.mean((2, 3)), "classes": torch.arange(7)}
+
+    window = adapt.Window(adapt.FullTuning(Both()), 3)
+    for i in range(4):
+        found = window(x[i : i + 1])
+        assert {key: value.shape for key, value in found.items()} == {
+            "logits": (1, 3),
+            "features": (1, 3),
+            "classes": (7,),
+        }
+        assert torch.equal(found["features"], x[i : i + 1].mean((2, 3)))

@@ -251,6 +251,8 @@ def test_segmentation_counts_classes_of_pixels(folder, monkeypatch, capsys):
         (["--weights", "none.pt"], "weights must be a file"),
         (["--model", "tinny"], "no model is called 'tinny'"),
         (["--batch", "0"], "--batch must be 1 or more, got 0"),
+        (["--stream", "correlated:inf"], "must be above 0"),
+        (["--method", "tent", "--prior", "nan"], "prior must be a number of samples"),
         (["--method", "static", "--ratio", "2"], "ratio must"),
         (["--from-json"], "--json must be a file that a run has written"),
     ],
@@ -267,6 +269,7 @@ def test_what_makes_no_sense_is_an_error(folder, capsys, arguments, message):
     [
         (["--method", "magic"], "no method is called 'magic'"),
         (["--lr", "fast"], "must be learning rates like"),
+        (["--lr", "1e-4,inf"], "must be learning rates like"),
         (["--seeds", "-1"], "must be numbers like 0,1,2"),
         (["--device", "nothing"], "--device: must be a device like cpu or cuda:0"),
         (["--device", "cpu:9"], "there is no cpu:9"),
@@ -348,6 +351,18 @@ def test_a_worker_finds_what_a_call_holds(folder):
     assert 0 < flops["source"] < flops["full"] < min(flops["checkpoint"], flops["surgeon"])
     assert set(found["static"]["ratios"].values()) == {0.9}
     assert found["full"]["ratios"] == {}
+
+
+def test_a_call_of_rotta_is_one_that_learns(folder):
+    worker = tta_measure.Worker(setting(folder, "wrn16_1"), Trial("rotta", {"every": 12}, None, 0), 1)
+    assert worker.calls == 3  # batches of 4
+    before = worker.adapter.samples
+    found = worker.turn("count") | worker.turn("memory")
+    assert worker.adapter.samples == before + 24
+    assert not worker.adapter.last.skipped
+    assert found["held"] > 0
+    assert 0 < found["samples"] <= 24
+    assert found.get("peak", 1) > 0
 
 
 def test_the_papers_count_follows_method_and_ratios():
