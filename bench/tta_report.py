@@ -178,13 +178,17 @@ def selection_table(rows: list[Row]) -> str:
     if not found:
         return ""
     every = sorted({lr for rates in found.values() for lr in rates})
-    table = []
+    table, ends = [], False
     for label in dict.fromkeys(title.values()):
         means = {lr: statistics.fmean(values) for lr, values in found[label].items()}
         best = min(sorted(means), key=lambda lr: means[lr])
-        cells = {f"{lr:g}": f"{means[lr]:.2f}{' *' if lr == best else ''}" if lr in means else "" for lr in every}
+        at_end = len(means) > 1 and best in (min(means), max(means))
+        ends |= at_end
+        mark = " *!" if at_end else " *"
+        cells = {f"{lr:g}": f"{means[lr]:.2f}{mark if lr == best else ''}" if lr in means else "" for lr in every}
         table.append({"method": label} | cells)
     note = f"mean error in % on {', '.join(SHORT.get(name, name) for name in names)} by learning rate; * chosen"
+    note += "; ! at an end of its grid: one beyond may do better, or fail later in the stream" if ends else ""
     return "\n".join([tabulate(table, headers="keys", disable_numparse=True), note])
 
 

@@ -165,8 +165,8 @@ def test_the_better_learning_rate_is_chosen(fake, capsys):
     assert {row.case["lr"] for row in rows() if row.metric == "error"} == {3e-4}
     out = capsys.readouterr().out
     assert re.search(r"^full +0.0003 +0.0 +0.0 +0.00 \+- 0.00$", out, re.MULTILINE)
-    assert re.search(r"^full +80.00 +80.00 +80.00 +0.00 \*$", out, re.MULTILINE)
-    assert "mean error in % on Gauss by learning rate" in out
+    assert re.search(r"^full +80.00 +80.00 +80.00 +0.00 \*!$", out, re.MULTILINE)
+    assert "mean error in % on Gauss by learning rate; * chosen; ! at an end of its grid" in out
 
 
 def test_rates_that_do_as_well_as_each_other_give_the_smaller(fake):
