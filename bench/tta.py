@@ -6,7 +6,7 @@
         --lr grid --seeds 0,1,2 --plot plots/
     python bench/tta.py --data ACDC --model segformer_b5 --weights segformer_b5.pth --batch 1 --lr 7.5e-6
     python bench/tta.py --data camvid --model segformer_camvid --weights bench/weights/segformer_camvid.safetensors \\
-        --rounds 10 --method source,tent,cotta,full,surgeon,surgeon_norm
+        --rounds 10 --lr grid --select 15 --method source,tent,cotta,full,surgeon,surgeon_norm
     python bench/tta.py --data imagenet/val --model tf_efficientnet_lite0 --weights lite0.safetensors --batch 50
     python bench/tta.py --from-json
 
@@ -55,6 +55,11 @@ GRIDS = {
     "mecta": (2.5e-4, 7.5e-4, 2.5e-3, 7.5e-3),
     "cotta": (1e-4, 1e-3),
     "ecotta": (5e-4, 5e-3),
+}
+MAP_GRIDS = {  # where classes are of pixels, whose losses agree more from one to the next
+    "all": (3e-7, 1e-6, 3e-6, 1e-5),
+    "norm": (1e-5, 3e-5, 1e-4, 3e-4),
+    "cotta": (1e-6, 1e-5),
 }
 USUAL = {
     "all": Adapter.lr,
@@ -174,7 +179,7 @@ def adapt(arguments: argparse.Namespace) -> list[Row]:
         runner = Runner(setting, stream, here, writer.write, known, states, arguments.quiet)
         chosen = []
         for method in methods:
-            lr = _choose(runner, method, arguments)
+            lr = _choose(runner, method, arguments, stream.segmentation)
             chosen.append(_trial(method, lr, arguments.seeds[0], arguments))
             for seed in arguments.seeds:
                 runner.run(_trial(method, lr, seed, arguments))
@@ -247,14 +252,16 @@ def _fitting(setting: Setting, arguments: argparse.Namespace, segmentation: bool
     return methods
 
 
-def _rates_of(method: str, asked: list[float] | str | None) -> Sequence[float | None]:
+def _rates_of(method: str, asked: list[float] | str | None, maps: bool = False) -> Sequence[float | None]:
     if method in FORWARD_ONLY:
         return [None]
     kind = "mecta" if method.startswith("mecta") else "norm" if method in NORM_ONLY and method != "sar" else method
     kind = kind if kind in GRIDS else "all"
     if asked is None:
         return [USUAL[kind]]
-    return GRIDS[kind] if isinstance(asked, str) else asked
+    if not isinstance(asked, str):
+        return asked
+    return MAP_GRIDS[kind] if maps and kind in MAP_GRIDS else GRIDS[kind]
 
 
 def _trial(method: str, lr: float | None, seed: int, arguments: argparse.Namespace) -> Trial:
@@ -273,9 +280,9 @@ def _trial(method: str, lr: float | None, seed: int, arguments: argparse.Namespa
     return Trial(method, options, lr, seed)
 
 
-def _choose(runner: Runner, method: str, arguments: argparse.Namespace) -> float | None:
+def _choose(runner: Runner, method: str, arguments: argparse.Namespace, maps: bool) -> float | None:
     """The learning rate with the lowest error on the first corruptions, of the smaller of two that are equal."""
-    rates = _rates_of(method, arguments.lr)
+    rates = _rates_of(method, arguments.lr, maps)
     if len(rates) == 1:
         return rates[0]
     errors = {
