@@ -236,7 +236,7 @@ def test_road_scenes_by_domain_and_round(folder, capsys):
     assert [path.name for path in Path("plots").iterdir()] == ["errors.png"]
     few = ["--size", "32x48", "--limit", "1", "--corruptions", "day"]
     assert run(*few, "--lr", "grid", "--method", "full", model="road", data="camvid") == 0
-    assert {row.case["lr"] for row in rows() if row.metric == "selection"} == {3e-7, 1e-6, 3e-6, 1e-5}
+    assert {row.case["lr"] for row in rows("selection")} == {3e-7, 1e-6, 3e-6, 1e-5}
 
 
 def test_old_rows_are_still_the_same_setting(folder):
