@@ -86,7 +86,7 @@ def warm_up(adapter: EcoTTA, source: str, batch: int, epochs: int, limit: int | 
     torch.save(adapter.state_dict(), file)
 
 
-def version(path: str | None) -> list[Any] | None:
+def version(path: str | Path | None) -> list[Any] | None:
     """What tells a file or folder from others, and from itself once it has changed."""
     if path is None:
         return None

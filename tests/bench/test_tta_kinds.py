@@ -262,3 +262,16 @@ def test_imagenet_images_are_known_to_the_efficientnet(tmp_path):
     }
     assert found["source", "clean"] < 40
     assert found["surgeon", "brightness"] < 90
+
+
+def test_a_warm_up_knows_its_files_by_more_than_their_names(tmp_path):
+    first, second = tmp_path / "a" / "weights.pt", tmp_path / "b" / "weights.pt"
+    for file in (first, second):
+        file.parent.mkdir()
+        file.write_bytes(b"one")
+    known = tta_source.version(first)
+    assert known == tta_source.version(first)
+    assert known != tta_source.version(second)
+    first.write_bytes(b"another")
+    assert known != tta_source.version(first)
+    assert tta_source.version(None) is None
