@@ -155,7 +155,10 @@ def defocus_blur(x: Tensor, constants: tuple[float, float], random: np.random.Ge
 
 
 def glass_blur(x: Tensor, constants: tuple[float, int, int], random: np.random.Generator) -> Tensor:
-    """Blur, one pixel after the other overwritten by a near one (meant as an exchange, and published so), blur."""
+    """Blur, pixels overwritten by near ones one after the other, blur.
+
+    The published code means to exchange them, but assigns views of one array, so that this is what it does.
+    """
     sigma, reach, rounds = constants
     height, width = x.shape[1:]
     x = (_blurred(x, sigma) * 255).floor() / 255

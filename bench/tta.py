@@ -56,7 +56,7 @@ GRIDS = {
     "cotta": (1e-4, 1e-3),
     "ecotta": (5e-4, 5e-3),
 }
-MAP_GRIDS = {  # where classes are of pixels, whose losses agree more from one to the next
+MAP_GRIDS = {  # in their place where classes are of pixels
     "all": (3e-7, 1e-6, 3e-6, 1e-5),
     "norm": (1e-5, 3e-5, 1e-4, 3e-4),
     "cotta": (1e-6, 1e-5),
@@ -237,7 +237,7 @@ def _fitting(setting: Setting, arguments: argparse.Namespace, segmentation: bool
     for method in dict.fromkeys(METHODS if asked is None else asked):
         model = setting.build()
         try:
-            _trial(method, _rates_of(method, arguments.lr)[0], 0, arguments).adapter(model)
+            _trial(method, _rates_of(method, arguments.lr, segmentation)[0], 0, arguments).adapter(model)
             if method == "ecotta" and setting.source is None:
                 raise ValueError("ecotta needs labelled source data for its warm-up: --source names it")
             if method == "rotta" and segmentation:
@@ -252,16 +252,15 @@ def _fitting(setting: Setting, arguments: argparse.Namespace, segmentation: bool
     return methods
 
 
-def _rates_of(method: str, asked: list[float] | str | None, maps: bool = False) -> Sequence[float | None]:
+def _rates_of(method: str, asked: list[float] | str | None, maps: bool) -> Sequence[float | None]:
     if method in FORWARD_ONLY:
         return [None]
     kind = "mecta" if method.startswith("mecta") else "norm" if method in NORM_ONLY and method != "sar" else method
     kind = kind if kind in GRIDS else "all"
     if asked is None:
         return [USUAL[kind]]
-    if not isinstance(asked, str):
-        return asked
-    return MAP_GRIDS[kind] if maps and kind in MAP_GRIDS else GRIDS[kind]
+    grids = GRIDS | MAP_GRIDS if maps else GRIDS
+    return grids[kind] if isinstance(asked, str) else asked
 
 
 def _trial(method: str, lr: float | None, seed: int, arguments: argparse.Namespace) -> Trial:

@@ -11,7 +11,7 @@ machine does meanwhile falls on all. A call is all that a method does with a bat
 - time per call, and floating-point operations in convolutions and matrix products. A turn is two calls, of which the
   second is timed: in a stream calls follow each other, and here a process has waited for the others
 
-Where RoTTA learns at every few calls alone, as many make up what is called a call above; time is their mean.
+RoTTA learns once in so many samples. Where that takes several calls, they count as one above, and time is their mean.
 """
 
 from __future__ import annotations

@@ -91,4 +91,5 @@ def version(path: str | Path | None) -> list[Any] | None:
     if path is None:
         return None
     where = Path(path).resolve()
-    return [str(where), where.stat().st_size, where.stat().st_mtime_ns]
+    found = where.stat()
+    return [str(where), found.st_size, found.st_mtime_ns]

@@ -154,7 +154,7 @@ def find_fisher(model: nn.Module, batches: Iterable[Any], train: Trains = "norm"
     count = 0
     with torch.inference_mode(False), torch.enable_grad(), adapting(model, trained.values()):
         for batch in batches:
-            rows = predictions(call(model, batch[0] if isinstance(batch, list) or _is_labelled(batch) else batch))
+            rows = predictions(call(model, _images(batch)))
             loss = F.cross_entropy(rows, rows.argmax(1))
             grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             for square, grad in zip(squares.values(), grads, strict=True):
@@ -168,10 +168,8 @@ def find_fisher(model: nn.Module, batches: Iterable[Any], train: Trains = "norm"
     return {name: (square / count, trained[name].detach().clone()) for name, square in squares.items()}
 
 
-def _is_labelled(batch: Any) -> bool:
-    """A tuple of images and labels, where others are a model's arguments."""
-    return isinstance(batch, tuple) and len(batch) == 2 and _is_label(batch[1])
-
-
-def _is_label(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype is torch.int64 and x.dim() == 1
+def _images(batch: Any) -> Any:
+    """A batch without its labels. Other tuples are a model's arguments."""
+    pair = isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[1], Tensor)
+    labelled = pair and batch[1].dtype is torch.int64 and batch[1].dim() == 1
+    return batch[0] if labelled or isinstance(batch, list) else batch

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from surgeon_fx.adapt.base import Adapter, Step, detached
 from surgeon_fx.adapt.statistics import batch_norms
+from surgeon_fx.losses import logits_of, with_logits
 
 
 class Window:
@@ -43,6 +44,7 @@ class Window:
             batch = torch.cat(self.samples) if batch_norms(self.adapter.model) else x
             output = self.adapter.predict(batch)
             self.last = Step(skipped="the window waits for more samples")
+        output = with_logits(output, logits_of(output)[-1:])  # also in an object that is no container
         return detached(output, lambda t: t[-1:] if t.dim() and len(t) == len(batch) else t)
 
     def reset(self) -> None:

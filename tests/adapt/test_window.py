@@ -1,6 +1,7 @@
 """Samples one by one."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,3 +93,17 @@ def test_a_window_returns_the_last_of_all_that_a_model_says(model, x):
             "classes": (7,),
         }
         assert torch.equal(found["features"], x[i : i + 1].mean((2, 3)))
+
+
+def test_a_window_over_a_model_that_returns_an_object(model, x):
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return SimpleNamespace(logits=self.model(x))
+
+    window = adapt.Window(adapt.FullTuning(Wrapped()), 2)
+    for i in range(3):
+        assert window(x[i : i + 1]).logits.shape == (1, 3)
