@@ -94,12 +94,12 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     FAKES[op] = fake
 
     def call(x: Tensor, *arguments: Any) -> Any:
-        return (run if _is_plain(x) else op)(x, *arguments)
+        return (run if is_plain(x) else op)(x, *arguments)
 
     return call
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
     """A CPU tensor that is just that, with no compiler, mode or function transform looking on."""
     return (
         type(x) is Tensor

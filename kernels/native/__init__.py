@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
@@ -38,6 +38,11 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "sfx_unpack_bits": (c_int, [c_void_p, c_int64, c_void_p, c_int]),
     # bits, n, width, x, value, out, threads
     "sfx_select": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_uint64, c_void_p, c_int]),
+    # x, batch, channels, plane, weight, bias, running mean and variance, momentum, eps, fused, mean, rstd, y, threads
+    "sfx_batch_norm": (
+        None,
+        [c_void_p, *(c_int64,) * 3, *(c_void_p,) * 4, c_float, c_double, c_int, *(c_void_p,) * 3, c_int],
+    ),
     # g, values, kept, mask, batch, channels, plane, scale, dx, dw, db, threads
     "sfx_batch_norm_grad": (
         c_int,

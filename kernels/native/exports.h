@@ -20,6 +20,7 @@ EXPORT void sfx_pack_bits(const uint8_t *mask, int64_t n, uint8_t *bits, int thr
 EXPORT int sfx_unpack_bits(const uint8_t *bits, int64_t n, uint8_t *mask, int threads);
 EXPORT int sfx_select(const uint8_t *bits, int64_t n, int64_t width, const void *x, uint64_t value, void *out, int threads);
 
+EXPORT void sfx_batch_norm(const float *x, int64_t batch, int64_t channels, int64_t plane, const float *weight, const float *bias, float *running_mean, float *running_var, float momentum, double eps, int fused, float *mean, float *rstd, float *y, int threads);
 EXPORT int sfx_batch_norm_grad(const float *g, const float *values, int64_t kept, const uint8_t *mask, int64_t batch, int64_t channels, int64_t plane, const float *scale, float *dx, float *dw, float *db, int threads);
 EXPORT int sfx_layer_norm_grad(const float *g, const float *values, int64_t kept, const uint8_t *mask, int64_t rows, int64_t n, const float *w, const float *rstd, float *dx, float *dw, float *db, int threads);
 

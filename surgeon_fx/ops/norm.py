@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon_fx.kernels import compress
+from surgeon_fx.kernels.batch_norm import batch_norm as fast_batch_norm
 from surgeon_fx.kernels.compress.normalised import compress_normalised, compress_normalised_pays
 from surgeon_fx.kernels.norm_grad import batch_norm_grad, layer_norm_grad, norm_grad_pays
 from surgeon_fx.ops.common import is_parameter, needs_graph, run_exactly
@@ -162,10 +163,7 @@ def batch_norm(
         F._verify_batch_size(input.size())  # type: ignore[attr-defined]
 
     def native() -> tuple[Tensor, ...]:
-        cudnn = torch.backends.cudnn.enabled
-        return torch._batch_norm_impl_index(
-            input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn
-        )[:3]
+        return fast_batch_norm(input, weight, bias, running_mean, running_var, momentum, eps)
 
     output = mark(BatchNorm.apply(slot, ratio, input, weight, bias, native), slot)
     return offer_affine(slot, output, weight, bias, 1)
