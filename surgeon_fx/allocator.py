@@ -2,7 +2,7 @@
 
 In malloc's heap activations share pages with whatever outlives them: the holes they leave cannot be used again, and a
 process that has freed most of its memory shows no smaller. So torch's blocks of 256 KiB and more are mapped apart;
-freed ones wait for the next request of their size if that does not raise the peak (`kernels/native/large_blocks.c`).
+freed ones wait for the next requests if that does not raise the peak (`kernels/native/large_blocks.c`).
 malloc itself, its settings and everybody else's memory are left alone.
 
 What waits for reuse goes back to the system by itself before a fork, when memory is refused, and after a second without
@@ -39,6 +39,7 @@ USER_SETTINGS = (
     "GLIBC_TUNABLES",
 )
 SPARED_BYTES = 8 << 20  # small networks pay for page faults more than these are worth
+ALL_BYTES = 1 << 62
 REFUSALS = {  # of sfx_blocks_install
     1: "it needs glibc on a 64-bit Linux",
     2: "torch has no libc10.so here",
@@ -91,25 +92,24 @@ def trim(spared: int = 0) -> int:
 
 def trim_after_forward() -> None:
     """To be called when an outermost forward ends, also by an exception. Backward can use a few blocks at once."""
-    if not _more.follows:
-        trim(SPARED_BYTES)
+    trim(_spared.bytes)
 
 
-class _More(threading.local):
-    follows = False
+class _Spared(threading.local):
+    bytes = SPARED_BYTES
 
 
-_more = _More()
+_spared = _Spared()
 
 
 @contextmanager
 def more_follows() -> Iterator[None]:
-    """Forwards of this thread that end in here give nothing back: a larger one is next, and can use the blocks."""
-    before, _more.follows = _more.follows, True
+    """Forwards of this thread that end in here give nothing back: what is next, and needs more, can use the blocks."""
+    before, _spared.bytes = _spared.bytes, ALL_BYTES
     try:
         yield
     finally:
-        _more.follows = before
+        _spared.bytes = before
 
 
 def trim_after_backward(outputs: Any) -> None:

@@ -5,14 +5,18 @@
  * and whatever else libc10 frees, goes to malloc as before. A mapping begins with a header, and the header's mark alone
  * decides what is ours (`header_of`): the bytes it names are the bytes that are counted in and out.
  *
- * Fresh mappings are faulted in page by page, which would be most of the price of returning memory. Activations come and
- * go in a few sizes, so freed mappings are kept for the next request of their size, under one rule: mappings in use and
- * mappings kept together never exceed what was in use at the highest moment of the last PERIODS periods between trims
- * (or FLOOR_BYTES more than was in use at the last trim), nor three quarters of what the system once refused. So the peak of
- * a process that does the same again and again stays what it would be if every block went back at once; FLOOR_BYTES matter
- * only to steps that need no more. At a trim all of them go back, or all but a few that the caller still needs; all before a fork, when the system refuses memory, and, by a
- * thread that lives only while something is kept, once nothing has happened for IDLE_MS (or SOON_MS, where the caller
- * expects to be done); then malloc is asked for what it has free, too.
+ * Fresh mappings are faulted in page by page, which would be most of the price of returning memory. So what is freed is kept
+ * for the next requests, under one rule: bytes in use and bytes kept together never exceed what was in use at the highest
+ * moment of the last PERIODS periods between trims (or FLOOR_BYTES more than was in use at the last trim), nor three quarters
+ * of what the system once refused. So the peak of a process that does the same again and again stays what it would be if every
+ * block went back at once; FLOOR_BYTES matter only to steps that need no more.
+ *
+ * Kept blocks that lie side by side become one extent, and a request is cut from the smallest that is large enough: sizes
+ * need not come again, as those of pruned tensors do not where ratios follow the data. What the rule does not allow goes back
+ * oldest extent first, no more than that. At a trim everything kept goes back, or all but a few bytes that the caller still
+ * needs; everything before a fork, when the system refuses memory, and, by a thread that lives only while something is kept,
+ * once nothing has happened for IDLE_MS (or SOON_MS, where the caller expects to be done); then malloc is asked for what it
+ * has free, too.
  *
  * Refusals are also caught where libtorch_cpu and libstdc++ allocate. What they get stays malloc's; it is merely asked for
  * once more, after what is kept and a small reserve have been given up. oneDNN needs that: after one refusal it was seen to
@@ -47,10 +51,10 @@ enum { INSTALLED, NOT_SUPPORTED, NO_LIBC10, NOT_IMPORTED, TAKEN, REFUSED };
 enum {
     FROM_BYTES = 256 << 10,  /* smaller blocks stay with malloc */
     MALLOC_BYTES = 1 << 20,  /* smaller ones go to malloc where no mapping is to be had */
-    SLACK = 8,               /* a block may exceed the request by one part in so many */
+    LEAST_REST = 32 << 10,   /* less is not cut off from what serves a request */
     FLOOR_BYTES = 16 << 20,
-    KEPT_MOST = 256,         /* blocks */
-    PERIODS = 3,
+    EXTENTS_MOST = 1024,
+    PERIODS = 8,             /* several steps: what they need varies with the data */
     IDLE_MS = 1000,
     SOON_MS = 50,
     RESERVE_BYTES = 8 << 20, /* of address space */
@@ -68,9 +72,17 @@ typedef struct {
 } Header;
 _Static_assert(sizeof(Header) == 64, "the alignment of what follows it");
 
+/* Kept memory: no neighbour of it is kept. */
+typedef struct {
+    char *start;
+    size_t bytes;
+    int64_t freed; /* the last of its blocks was the so-manieth that was freed */
+} Extent;
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all that follows */
-static Header *kept_blocks[KEPT_MOST]; /* oldest first */
-static int kept_count;
+static Extent extents[EXTENTS_MOST]; /* what is kept, by address */
+static int extent_count;
+static int64_t frees;         /* so far */
 static int64_t used, kept;    /* bytes */
 static int64_t used_at_trim;
 static int64_t most[PERIODS]; /* of `used`: since the last trim, between that and the one before, ... */
@@ -105,33 +117,70 @@ static Header *header_of(void *p) {
     return ours && h->malloc_size == ((h->bytes - h->malloc_offset) | MAPPED_CHUNK) ? h : NULL;
 }
 
-/* ---- freed blocks that wait for reuse; with the lock held ---- */
+/* ---- freed memory that waits for reuse; with the lock held ---- */
 
-static Header *take_kept(int i) {
-    Header *h = kept_blocks[i];
-    kept -= (int64_t)h->bytes;
-    memmove(&kept_blocks[i], &kept_blocks[i + 1], (size_t)(--kept_count - i) * sizeof h);
-    return h;
+static void unmap(void *start, size_t bytes) {
+    if (munmap(start, bytes)) madvise(start, bytes, MADV_DONTNEED); /* at the limit of mappings a hole cannot be made: empty it */
 }
 
-static void unmap(Header *h) {
-    size_t bytes = h->bytes;
-    if (munmap(h, bytes)) madvise(h, bytes, MADV_DONTNEED); /* at the limit of mappings a hole cannot be made: empty it */
+static void remove_extent(int i) { memmove(&extents[i], &extents[i + 1], (size_t)(--extent_count - i) * sizeof *extents); }
+
+/* Gives the oldest memory back, so many bytes of it or all there is. */
+static void give_back(int64_t bytes) {
+    while (bytes > 0 && extent_count) {
+        int oldest = 0;
+        for (int i = 1; i < extent_count; i++)
+            if (extents[i].freed < extents[oldest].freed) oldest = i;
+        Extent *e = &extents[oldest];
+        size_t some = ((size_t)bytes + page - 1) / page * page, part = e->bytes < some ? e->bytes : some;
+        e->bytes -= part;
+        kept -= (int64_t)part;
+        bytes -= (int64_t)part;
+        unmap(e->start + e->bytes, part);
+        if (!e->bytes) remove_extent(oldest);
+    }
 }
 
-/* Gives the oldest back until the rule holds and no more than `blocks` are left. */
-static void evict(int blocks) {
+static void keep(void *start_, size_t bytes) {
+    char *start = start_;
+    int at = 0, end = extent_count;
+    while (at < end) { /* extents before `at` begin before the new one */
+        int middle = (at + end) / 2;
+        if (extents[middle].start < start) at = middle + 1;
+        else end = middle;
+    }
+    kept += (int64_t)bytes;
+    if (at < extent_count && start + bytes == extents[at].start) {
+        bytes += extents[at].bytes;
+        remove_extent(at);
+    }
+    if (at && extents[at - 1].start + extents[at - 1].bytes == start) {
+        extents[at - 1].bytes += bytes;
+        extents[at - 1].freed = ++frees;
+        return;
+    }
+    if (extent_count == EXTENTS_MOST) {
+        kept -= (int64_t)bytes;
+        unmap(start, bytes);
+        return;
+    }
+    memmove(&extents[at + 1], &extents[at], (size_t)(extent_count++ - at) * sizeof *extents);
+    extents[at] = (Extent){start, bytes, ++frees};
+}
+
+/* Gives back what the rule does not allow, with so many bytes more in use. */
+static void evict(size_t wanted) {
     int64_t allowed = used_at_trim + FLOOR_BYTES;
     for (int i = 0; i < PERIODS; i++)
         if (allowed < most[i]) allowed = most[i];
     if (allowed > ceiling) allowed = ceiling;
-    while (kept_count && (kept_count > blocks || used + kept > allowed)) unmap(take_kept(0));
+    give_back(used + (int64_t)wanted + kept - allowed);
 }
 
 /* Gives all back but the newest `spared` bytes; a period ends. */
 static int64_t release(int64_t spared) {
     int64_t bytes = kept;
-    while (kept > spared) unmap(take_kept(0));
+    give_back(kept - spared);
     bytes -= kept;
     used_at_trim = used;
     if (active) {
@@ -154,7 +203,7 @@ static void *watch(void *unused) {
     (void)unused;
     int idle = 0;
     pthread_mutex_lock(&lock);
-    while (watching && kept_count) {
+    while (watching && extent_count) {
         int64_t until_ms = last_ms + idle_ms;
         struct timespec until = {until_ms / 1000, until_ms % 1000 * 1000000};
         if (now_ms() >= until_ms) release(0), idle = 1;
@@ -170,7 +219,7 @@ static void *watch(void *unused) {
 /* With the lock held. Where no thread is to be had, the next trim gives back what is kept. */
 static void start_watching(void) {
     pthread_attr_t attributes;
-    if (watching || !kept_count || pthread_attr_init(&attributes)) return;
+    if (watching || !extent_count || pthread_attr_init(&attributes)) return;
     pthread_attr_setstacksize(&attributes, WATCHER_STACK);
     sigset_t all, before;
     sigfillset(&all);
@@ -205,27 +254,23 @@ static Header *map(size_t bytes) {
     return h;
 }
 
-/* Cuts off what a block has beyond the request. Only worth a system call where memory is known to be short. */
-static void shrink(Header *h, size_t bytes) {
-    if (h->bytes > bytes && !munmap((char *)h + bytes, h->bytes - bytes)) h->bytes = bytes;
-}
-
-/* The smallest kept block that serves, or a new one. NULL if the system refuses. */
+/* From the smallest extent that serves, or a new mapping. NULL if the system refuses. */
 static Header *take(size_t bytes) {
     int best = -1;
-    for (int i = kept_count - 1; i >= 0; i--) {
-        size_t have = kept_blocks[i]->bytes;
-        if (have >= bytes && have <= bytes + bytes / SLACK && (best < 0 || have < kept_blocks[best]->bytes)) best = i;
+    for (int i = 0; i < extent_count; i++)
+        if (extents[i].bytes >= bytes && (best < 0 || extents[i].bytes < extents[best].bytes)) best = i;
+    if (best < 0) {
+        evict(bytes); /* before the new one comes */
+        return map(bytes);
     }
-    if (best >= 0) {
-        Header *h = take_kept(best);
-        if (ceiling != INT64_MAX) shrink(h, bytes);
-        return h;
-    }
-    used += (int64_t)bytes; /* old blocks go before the new one comes */
-    evict(KEPT_MOST);
-    used -= (int64_t)bytes;
-    return map(bytes);
+    Extent *e = &extents[best];
+    Header *h = (Header *)e->start;
+    h->bytes = e->bytes - bytes < LEAST_REST ? e->bytes : bytes;
+    kept -= (int64_t)h->bytes;
+    e->start += h->bytes;
+    e->bytes -= h->bytes;
+    if (!e->bytes) remove_extent(best);
+    return h;
 }
 
 /* What to do when the system refuses: give everything back, malloc's free memory too, and stay clear of that level from now
@@ -304,10 +349,8 @@ static void own_free(void *p) {
     pthread_mutex_lock(&lock);
     mark_kept(h);
     used -= (int64_t)h->bytes;
-    evict(KEPT_MOST - 1);
-    kept_blocks[kept_count++] = h;
-    kept += (int64_t)h->bytes;
-    evict(KEPT_MOST);
+    keep(h, h->bytes);
+    evict(0);
     last_ms = now_ms();
     start_watching();
     pthread_mutex_unlock(&lock);
@@ -486,7 +529,7 @@ EXPORT int64_t sfx_blocks_trim(int64_t spared) {
     pthread_mutex_lock(&lock);
     int64_t bytes = release(ceiling == INT64_MAX ? spared : 0);
     if (ceiling != INT64_MAX) set_reserve();
-    if (kept_count) expect_pause();
+    if (extent_count) expect_pause();
     pthread_mutex_unlock(&lock);
     return bytes;
 }
