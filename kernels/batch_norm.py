@@ -1,9 +1,9 @@
 """Batch norm over the statistics of the batch: the bits of torch's operation, in a third of its time on a CPU.
 
 torch's kernel adds up each channel in order, in doubles, and waits for every addition; `native/batch_norm.c` adds up
-eight channels side by side, each in the same order. Its other steps are torch's too. Which of them round once instead of
-twice depends on how torch was built, and on what processor it found: both run on a small tensor once, and where no way
-of rounding gives the same bits, torch's operation is what runs.
+eight channels side by side, each in the same order. Its other steps are torch's too. Which of them round once instead
+of twice depends on how torch was built, and on the processor: both run on a small tensor once, and where no way of
+rounding gives the same bits, torch's operation is what runs.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def _is_served(x: Tensor, *by_channel: Tensor | None) -> bool:
         and x.shape[1] > 1  # one channel is also channels-last, which torch adds up in another order
         and x.numel() >= SHORTEST_PLANE * x.shape[0] * x.shape[1] > 0
         and x.is_contiguous()
+        and (by_channel[2] is None) is (by_channel[3] is None)
         and active_backend("cpu") == "cpu"
         and all(
             one is None

@@ -10,11 +10,9 @@ typedef float FN(floats) __attribute__((vector_size(4 * LANES)));
 
 INLINE floats FN(floats_at)(const float *p) { floats v; memcpy(&v, p, sizeof v); return v; }
 INLINE floats FN(hat)(const float *values, uint64_t m) { vec v = FN(expand_lanes)((const key_t *)values, m); floats f; memcpy(&f, &v, sizeof f); return f; }
-/* Four sums side by side: runs may be as short as a word, and one sum would wait for itself at each lane. */
-INLINE double FN(total)(floats v) {
-    double sums[4] = {0};
-    for (int i = 0; i < LANES; i++) sums[i % 4] += (double)v[i];
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+INLINE void FN(flush)(floats *recent, double *sums) {
+    for (int i = 0; i < LANES; i++) sums[i] += (double)(*recent)[i];
+    *recent = (floats){0};
 }
 
 /* The first of n elements that fill a register, with zeros beyond them. */
@@ -41,22 +39,23 @@ INLINE void FN(sum_word)(const float *g, const float *w, int64_t left, uint64_t 
     }
 }
 
-/* sums[0] += sum of g w, sums[1] += sum of g w hat; w is 1 where there is none. */
-static void FN(norm_sums)(const float *g, const float *w, int64_t n, Bits bits, const float *values, int64_t values_n, double sums[2]) {
+/* A run's sums of g w and of g w hat; w is 1 where there is none. */
+static void FN(norm_sums)(const float *g, const float *w, int64_t n, Bits bits, const float *values, int64_t values_n, Sums *sums) {
     const float *end = values + values_n;
     float room[2 * WORD];
-    floats plain = {0}, dot = {0};
-    int words = 0;
+    floats plain = FN(floats_at)(sums->recent[0]), dot = FN(floats_at)(sums->recent[1]);
+    int64_t words = sums->words;
     for (int64_t i = 0; i < n; i += WORD) {
         uint64_t keep;
         const float *from = FN(kept_values)(bits, i, MIN(WORD, n - i), values, end, room, &keep);
         if (n - i >= WORD) FN(sum_word)(g + i, w ? w + i : NULL, WORD, keep, from, &plain, &dot);
         else FN(sum_word)(g + i, w ? w + i : NULL, n - i, keep, from, &plain, &dot);
         values += __builtin_popcountll(keep);
-        if (++words == FLUSH) sums[0] += FN(total)(plain), sums[1] += FN(total)(dot), plain = (floats){0}, dot = (floats){0}, words = 0;
+        if (++words == FLUSH) FN(flush)(&plain, sums->sums[0]), FN(flush)(&dot, sums->sums[1]), words = 0;
     }
-    sums[0] += FN(total)(plain);
-    sums[1] += FN(total)(dot);
+    memcpy(sums->recent[0], &plain, sizeof plain);
+    memcpy(sums->recent[1], &dot, sizeof dot);
+    sums->words = words;
 }
 
 INLINE void FN(apply_word)(const float *g, const float *w, int64_t left, uint64_t keep, const float *values, float scale, float mean, float slope, float *dx, float *dw, float *db) {

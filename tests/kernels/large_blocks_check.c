@@ -8,6 +8,19 @@ enum { THREADS = 4, ROUNDS = 400, HELD = 6 };
 
 static uint32_t draw(uint32_t *seed) { return *seed = *seed * 1664525u + 1013904223u, *seed >> 8; }
 
+/* What is kept is counted, in order of address, and no two extents are neighbours. */
+static void check_extents(void) {
+    int64_t bytes = 0;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < extent_count; i++) {
+        if (!extents[i].bytes || extents[i].bytes % page || (uintptr_t)extents[i].start % page) abort();
+        if (i && extents[i - 1].start + extents[i - 1].bytes >= extents[i].start) abort();
+        bytes += (int64_t)extents[i].bytes;
+    }
+    if (bytes != kept) abort();
+    pthread_mutex_unlock(&lock);
+}
+
 static void *work(void *seed_) {
     if (sfx_blocks_install() != NO_LIBC10) abort(); /* sets up what the rest needs, once */
     uint32_t seed = (uint32_t)(uintptr_t)seed_;
@@ -15,11 +28,13 @@ static void *work(void *seed_) {
     size_t sizes[HELD];
     for (int i = 0; i < ROUNDS; i++) {
         int at = (int)(draw(&seed) % HELD);
-        if (held[at] && (held[at][0] != (unsigned char)at || held[at][sizes[at] - 1] != (unsigned char)at)) abort();
+        for (size_t k = 0; held[at] && k < sizes[at]; k += 1 + sizes[at] / 64)
+            if (held[at][k] != at) abort(); /* somebody else has it too */
         own_free(held[at]);
         sizes[at] = 1 + draw(&seed) % (4u << 20);
         if (own_memalign((void **)&held[at], 64, sizes[at]) || (uintptr_t)held[at] % 64) abort();
-        held[at][0] = held[at][sizes[at] - 1] = (unsigned char)at;
+        memset(held[at], at, sizes[at]);
+        check_extents();
     }
     for (int at = 0; at < HELD; at++) own_free(held[at]);
     return NULL;

@@ -160,6 +160,32 @@ static const char *check_norms(const float *g, const float *hat, const float *va
     return wrong;
 }
 
+/* Statistics and output of a batch norm, against sums in double, one element after the other. */
+static const char *check_batch_norm(const float *x, int64_t batch, int64_t channels, int64_t plane, int threads) {
+    int64_t n = batch * channels * plane, size = batch * plane, each = channels * 4;
+    float *mean = malloc((size_t)each), *rstd = malloc((size_t)each), *scale = malloc((size_t)each), *running = malloc((size_t)(2 * each)), *y = malloc((size_t)n * 4);
+    const char *wrong = NULL;
+    int fused = (int)below(8), with_weight = (int)below(2), with_running = (int)below(2);
+    for (int64_t c = 0; c < channels; c++) scale[c] = 0.5f + (float)(c % 7) / 8, running[c] = running[channels + c] = 1;
+    sfx_batch_norm(x, batch, channels, plane, with_weight ? scale : NULL, with_weight ? scale : NULL, with_running ? running : NULL, with_running ? running + channels : NULL, 0.25f, 1e-5, fused, mean, rstd, y, threads);
+    for (int64_t c = 0; c < channels && !wrong; c++) {
+        double sum = 0, squares = 0, w = with_weight ? (double)scale[c] : 1, b = with_weight ? w : 0;
+        for (int64_t i = 0; i < n; i++)
+            if (i / plane % channels == c) sum += (double)x[i];
+        for (int64_t i = 0; i < n; i++) {
+            float from_mean = x[i] - mean[c], square = from_mean * from_mean;
+            if (i / plane % channels == c) squares += (double)square;
+        }
+        float total = (float)squares, variance = total / (float)size;
+        if (mean[c] != (float)(sum / (double)size) || rstd[c] != (float)(1 / sqrt((double)variance + 1e-5))) wrong = "a batch norm's statistics";
+        for (int64_t i = 0; i < n && !wrong; i++)
+            if (i / plane % channels == c && !close_to(y[i], ((double)x[i] - (double)mean[c]) * (double)rstd[c] * w + b, 1e3)) wrong = "a batch norm's output";
+        if (with_running && size > 1 && (!close_to(running[c], 0.75 + 0.25 * (double)mean[c], 1) || !close_to(running[channels + c], 0.75 + 0.25 * squares / (double)(size - 1), 1))) wrong = "a batch norm's running statistics";
+    }
+    free(mean), free(rstd), free(scale), free(running), free(y);
+    return wrong;
+}
+
 /* Most cases are small; some are large enough for several threads, a few of those for the count of bits too. */
 static int64_t plane_size(int64_t rows) {
     if (below(24)) return 1 + below(below(2) ? 20 : 300);
@@ -176,8 +202,10 @@ static const char *norm_case(int racing) {
     for (int64_t i = 0; i < n; i++) g[i] = (float)below(2000) / 1000 - 1, hat[i] = (float)below(4000) / 1000 - 2;
     const char *wrong = NULL;
     if (sfx_compress(hat, n, 4, 0x7f800000, kept, values, mask, threads) || sfx_decompress(values, kept, mask, n, 4, hat, threads)) abort();
-    if (!racing) wrong = check_norms(g, hat, values, kept, mask, batch, channels, plane, threads);
-    else {
+    if (!racing) {
+        wrong = check_norms(g, hat, values, kept, mask, batch, channels, plane, threads);
+        if (!wrong) wrong = check_batch_norm(g, batch, channels, plane, threads);
+    } else {
         Target targets[] = {{mask, MAX(1, n / 8), 0}, {(uint8_t *)values, kept * 4, 0}, {(uint8_t *)g, n * 4, 0}};
         float *dx = malloc((size_t)n * 4), *sums = malloc((size_t)n * 4);
         for (int i = 0; i < 6; i++) {
