@@ -7,7 +7,16 @@ from surgeon_fx.kernels import compress, native
 from surgeon_fx.kernels.norm_grad import batch_norm_grad, layer_norm_grad, norm_grad_pays, reference
 
 ISAS = native.instruction_sets() if not native.unavailable_reason() else []
-SHAPES = [(4, 6, 8, 8), (3, 5, 7, 7), (2, 150, 5, 5), (2, 3, 33, 35), (16, 16, 32, 32), (1, 2, 4, 4), (5, 7, 130), (2, 3, 4, 5, 6)]
+SHAPES = [
+    (4, 6, 8, 8),
+    (3, 5, 7, 7),
+    (2, 150, 5, 5),
+    (2, 3, 33, 35),
+    (16, 16, 32, 32),
+    (1, 2, 4, 4),
+    (5, 7, 130),
+    (2, 3, 4, 5, 6),
+]
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="no C kernels here")
 
