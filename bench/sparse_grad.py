@@ -6,7 +6,8 @@
 Each shape of a layer is one case. The two ways take turns in one process, on the same compressed input and the same
 gradient; a number is the time from values and bits over the time of restoring and the native gradient. In brackets
 stands what it would be where `weight_grad_pays` chooses to restore: the means count 1.00 there, because that is what
-runs. The results of both are held against each other first.
+runs. The results of both are held against each other first. Memory comes from where `transform` has it come from: with
+malloc's settings restoring faults its output in anew, which can take as long as all the rest.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from common import environment, spread
 from tabulate import tabulate
 from tqdm import tqdm
 
+from surgeon_fx import allocator
 from surgeon_fx.kernels import Compressed, compress, decompress
 from surgeon_fx.kernels.sparse_grad import conv_weight_grad, linear_weight_grad, weight_grad_pays
 
@@ -230,6 +232,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    allocator.return_freed_memory()
     models = arguments.models.split(",")
     if unknown := [model for model in models if model not in MODELS]:
         parser.error(f"--models: no {', '.join(unknown)}; there are {', '.join(MODELS)}")

@@ -29,6 +29,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+#include "scratch.h"
+
 #define EXPORT __attribute__((visibility("default")))
 
 /* What sfx_blocks_install returns. */
@@ -493,7 +495,7 @@ static int install(void) {
     return INSTALLED;
 }
 
-static int outcome;
+static int outcome = NOT_IMPORTED; /* of the installation; until then nothing is served */
 static void install_once(void) {
     pthread_condattr_t attributes;
     page = (size_t)sysconf(_SC_PAGESIZE);
@@ -501,7 +503,7 @@ static void install_once(void) {
     if (pthread_condattr_init(&attributes) || pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC) ||
         pthread_cond_init(&wake, &attributes) || pthread_atfork(before_fork, after_fork, after_fork))
         outcome = REFUSED;
-    else outcome = install();
+    else __atomic_store_n(&outcome, install(), __ATOMIC_RELEASE);
 }
 
 /* What an installation would come to. */
@@ -515,6 +517,20 @@ EXPORT int sfx_blocks_install(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, install_once);
     return outcome;
+}
+
+/* Any pointer may be given back once torch's blocks are served: what is not ours is malloc's. */
+static int is_serving(void) { return __atomic_load_n(&outcome, __ATOMIC_ACQUIRE) == INSTALLED; }
+
+void *take_scratch(size_t bytes) {
+    void *p;
+    if (!is_serving()) return malloc(bytes);
+    return own_memalign(&p, sizeof(Header), bytes) ? NULL : p;
+}
+
+void give_scratch(void *scratch) {
+    if (is_serving()) own_free(scratch);
+    else free(scratch);
 }
 
 static void expect_pause(void) {
@@ -549,6 +565,8 @@ EXPORT void sfx_blocks_count(int64_t *in_use, int64_t *waiting) {
     pthread_mutex_unlock(&lock);
 }
 #else
+void *take_scratch(size_t bytes) { return malloc(bytes); }
+void give_scratch(void *scratch) { free(scratch); }
 EXPORT int sfx_blocks_check(void) { return NOT_SUPPORTED; }
 EXPORT int sfx_blocks_install(void) { return NOT_SUPPORTED; }
 EXPORT int64_t sfx_blocks_trim(int64_t spared) { return spared * 0; }

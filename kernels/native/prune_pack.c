@@ -16,6 +16,7 @@
  */
 #include "common.h"
 #include "pages.h"
+#include "scratch.h"
 
 enum {
     CHUNK = 1 << 15,        /* elements per unit of parallel work: a whole number of words */
@@ -263,7 +264,7 @@ static int run(Job j, void *values, uint8_t *mask) {
     int64_t need = MAX(p.sample, p.room_each * j.shards), width = j.width, ties = j.kept;
     Chunk *chunks = malloc((size_t)j.chunks * sizeof *chunks);
     int64_t *bins = malloc((size_t)j.shards * BINS * sizeof *bins);
-    char *own_room = need > j.kept ? malloc((size_t)(need * width)) : NULL;
+    char *own_room = need > j.kept ? take_scratch((size_t)(need * width)) : NULL;
     char *room = need > j.kept ? own_room : values; /* the output is scratch until it is written */
     int ok = chunks && bins && room, fresh = is_fresh(values, j.kept * width);
     if (ok) {
@@ -286,7 +287,7 @@ static int run(Job j, void *values, uint8_t *mask) {
     }
     free(chunks);
     free(bins);
-    free(own_room);
+    give_scratch(own_room);
     return ok ? 0 : -1;
 }
 

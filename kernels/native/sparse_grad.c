@@ -16,6 +16,7 @@
  * An element of g that is infinite meets kept values alone, never a zero in the place of a dropped one.
  */
 #include "sparse_grad.h"
+#include "scratch.h"
 
 #if defined(__clang__)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -326,7 +327,7 @@ EXPORT int sfx_weight_grad(const void *g, const float *values, int64_t kept, con
     size_t each = lay_out_work(&j, &none, NULL), of_spans = 0;
     if (j.spans > 1) piece(NULL, &of_spans, turns * sums * 4);
     int shards = (int)MAX(1, MIN(turns, threads));
-    works = malloc(of_spans + each * (size_t)shards + LINE);
+    works = take_scratch(of_spans + each * (size_t)shards + LINE);
     if (!works) {
         status = -1;
         goto done;
@@ -351,9 +352,9 @@ EXPORT int sfx_weight_grad(const void *g, const float *values, int64_t kept, con
     }
 done:
     free(j.starts);
-    free(j.block);
+    give_scratch(j.block);
     free(j.tap_start);
     free(j.met);
-    free(works);
+    give_scratch(works);
     return status;
 }

@@ -60,7 +60,7 @@ INLINE void *piece(char *block, size_t *used, int64_t bytes) {
 /* The first whole line of a block that is longer than needed by one. */
 INLINE char *whole_lines(void *block) { return (char *)block + (LINE - (uintptr_t)block % LINE) % LINE; }
 
-/* Fills in starts, lists and what they are made of; the caller frees `starts` and `block`. Returns 0, 1 where mask and values
+/* Fills in starts, lists and what they are made of; the caller frees `starts` and gives `block` back. Returns 0, 1 where mask and values
  * do not go together, 2 where a value is not finite, or -1 without memory. */
 int make_lists(Grad *j, int threads);
 

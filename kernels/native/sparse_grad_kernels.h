@@ -153,7 +153,7 @@ static void FN(turn)(const float *from, int64_t row, int64_t rows, int64_t n, fl
         int64_t end = MIN(begin + 16, n), whole = begin + (end - begin) / 4 * 4, k = 0;
         while (k + 4 <= rows) {
             int64_t some = k + FN(TURNED) <= rows ? FN(TURNED) : 4;
-            for (int64_t r = k; r < k + some; r++) __builtin_prefetch(from + r * row + begin + 16);
+            for (int64_t r = k; r < k + some; r++) __builtin_prefetch(from + r * row + begin + 48);
             if (some == 4) for (int64_t i = begin; i < whole; i += 4) FN(turn4)(from + k * row + i, row, to + i * to_row + k, to_row);
             else for (int64_t i = begin; i < whole; i += 4) FN(turn_wide)(from + k * row + i, row, to + i * to_row + k, to_row);
             for (int64_t i = whole; i < end; i++)

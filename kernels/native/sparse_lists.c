@@ -6,6 +6,7 @@
  * is counted is a copy, so that both agree whatever becomes of the mask.
  */
 #include "sparse_grad.h"
+#include "scratch.h"
 
 #define SFX_KERNELS "sparse_lists_kernels.h"
 #include "for_each_isa.h"
@@ -211,7 +212,7 @@ int make_lists(Grad *j, int threads) {
         for (int part = 0; part < 3; part++) piece(NULL, &each, most * 4);
         piece(NULL, &each, counts * 8);
         used += each * (size_t)shards;
-        if (!(j->block = malloc(used + LINE))) return -1;
+        if (!(j->block = take_scratch(used + LINE))) return -1;
         block = whole_lines(j->block);
     }
     for (int64_t i = 0; j->x_last && i < all + WORD; i++) columns[i] = (int32_t)(MIN(i, all) * j->classes);
