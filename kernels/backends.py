@@ -108,4 +108,5 @@ def is_plain(x: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.maybe_current_level() is None
         and not torch.jit.is_tracing()
+        and not x.is_neg()
     )

@@ -99,9 +99,10 @@ def _run(
 @cache
 def _rounding(_: str) -> int | None:
     """With which roundings an instruction set gives torch's bits; None where none does."""
-    source = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 19, 41, 37, generator=source).mul_(3).add_(1)
-    weight, bias, mean, var = torch.rand(4, 19, generator=source).unbind()
+    source = torch.Generator("cpu").manual_seed(0)
+    drawn = {"generator": source, "dtype": torch.float32, "device": "cpu"}
+    x = torch.randn(4, 19, 41, 37, **drawn).mul_(3).add_(1)
+    weight, bias, mean, var = torch.rand(4, 19, **drawn).unbind()
     for rounding in ROUNDINGS:
         ours, theirs = [mean.clone(), var.clone()], [mean.clone(), var.clone()]
         ours += _run(x, weight, bias, ours[0], ours[1], 1 / 3, 1e-5, rounding)

@@ -12,7 +12,7 @@ from surgeon_fx.kernels.native import call, threads
 
 def compress(flat: Tensor, kept: int) -> tuple[Tensor, Tensor]:
     values = flat.new_empty(kept)
-    bitmask = torch.empty(bit_bytes(flat.numel()), dtype=torch.uint8)
+    bitmask = torch.empty(bit_bytes(flat.numel()), dtype=torch.uint8, device="cpu")
     compress_into(flat, values, bitmask)
     return values, bitmask
 
@@ -34,7 +34,7 @@ def compress_into(flat: Tensor, values: Tensor, bitmask: Tensor) -> None:
 def compress_normalised(flat: Tensor, mean: Tensor, rstd: Tensor, length: int, kept: int) -> tuple[Tensor, Tensor]:
     """Of runs of `length` elements, which take the statistics in turn."""
     values = flat.new_empty(kept)
-    bitmask = torch.empty(bit_bytes(flat.numel()), dtype=torch.uint8)
+    bitmask = torch.empty(bit_bytes(flat.numel()), dtype=torch.uint8, device="cpu")
     call(
         "sfx_compress_normalised",
         flat.data_ptr(),

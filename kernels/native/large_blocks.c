@@ -93,6 +93,7 @@ static void *reserve;         /* for those that must not be refused; NULL once g
 static int active;            /* whether a block came since the last trim */
 static int64_t last_ms;       /* when one came or went */
 static int64_t idle_ms = IDLE_MS;
+static int forking;           /* threads about to fork: no watcher starts */
 static int watching;          /* whether a thread waits for an idle moment, */
 static pthread_t watcher;     /* which, */
 static pthread_cond_t wake;   /* and what calls it off */
@@ -221,7 +222,7 @@ static void *watch(void *unused) {
 /* With the lock held. Where no thread is to be had, the next trim gives back what is kept. */
 static void start_watching(void) {
     pthread_attr_t attributes;
-    if (watching || !extent_count || pthread_attr_init(&attributes)) return;
+    if (watching || forking || !extent_count || pthread_attr_init(&attributes)) return;
     pthread_attr_setstacksize(&attributes, WATCHER_STACK);
     sigset_t all, before;
     sigfillset(&all);
@@ -234,6 +235,7 @@ static void start_watching(void) {
 /* A child must find the lock free, no thread missing, and nothing kept that nobody would give back. */
 static void before_fork(void) {
     pthread_mutex_lock(&lock);
+    forking++;
     while (watching) {
         pthread_t waiting = watcher;
         watching = 0;
@@ -245,7 +247,15 @@ static void before_fork(void) {
     release(0);
 }
 
-static void after_fork(void) { pthread_mutex_unlock(&lock); }
+static void after_fork(void) {
+    forking--;
+    pthread_mutex_unlock(&lock);
+}
+
+static void after_fork_in_child(void) {
+    forking = 0; /* other threads were left behind */
+    pthread_mutex_unlock(&lock);
+}
 
 /* ---- in the place of posix_memalign and free ---- */
 
@@ -501,7 +511,7 @@ static void install_once(void) {
     page = (size_t)sysconf(_SC_PAGESIZE);
     memcpy(secret, (const void *)getauxval(AT_RANDOM), sizeof secret);
     if (pthread_condattr_init(&attributes) || pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC) ||
-        pthread_cond_init(&wake, &attributes) || pthread_atfork(before_fork, after_fork, after_fork))
+        pthread_cond_init(&wake, &attributes) || pthread_atfork(before_fork, after_fork, after_fork_in_child))
         outcome = REFUSED;
     else __atomic_store_n(&outcome, install(), __ATOMIC_RELEASE);
 }
@@ -539,11 +549,19 @@ static void expect_pause(void) {
     if (watching) pthread_cond_signal(&wake);
 }
 
+/* Whether what the system once refused is near what is needed. */
+static int is_short(void) {
+    int64_t needed = used;
+    for (int i = 0; i < PERIODS; i++)
+        if (needed < most[i]) needed = most[i];
+    return ceiling / 2 < needed;
+}
+
 /* Gives blocks that wait for reuse back, all but so many bytes, and these once the process pauses. Returns how many bytes
  * went. */
 EXPORT int64_t sfx_blocks_trim(int64_t spared) {
     pthread_mutex_lock(&lock);
-    int64_t bytes = release(ceiling == INT64_MAX ? spared : 0);
+    int64_t bytes = release(is_short() ? 0 : spared);
     if (ceiling != INT64_MAX) set_reserve();
     if (extent_count) expect_pause();
     pthread_mutex_unlock(&lock);

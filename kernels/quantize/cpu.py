@@ -12,8 +12,8 @@ KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3
 
 
 def quantize(flat: Tensor) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(flat.numel(), dtype=torch.int8)
-    scales = torch.empty(-(-flat.numel() // BLOCK), dtype=scale_dtype(flat.dtype))
+    codes = torch.empty(flat.numel(), dtype=torch.int8, device="cpu")
+    scales = torch.empty(-(-flat.numel() // BLOCK), dtype=scale_dtype(flat.dtype), device="cpu")
     library().sfx_quantize(
         flat.data_ptr(), flat.numel(), KINDS[flat.dtype], codes.data_ptr(), scales.data_ptr(), threads()
     )
@@ -21,7 +21,7 @@ def quantize(flat: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    flat = torch.empty(codes.numel(), dtype=dtype)
+    flat = torch.empty(codes.numel(), dtype=dtype, device="cpu")
     library().sfx_dequantize(
         codes.data_ptr(), scales.data_ptr(), codes.numel(), KINDS[dtype], flat.data_ptr(), threads()
     )

@@ -45,7 +45,7 @@ def conv_weight_grad(
     if x_last is None or not _is_sparse(grad, bitmask):
         return restoring()
     geometry = list(zip(input_size[2:], grad.shape[2:], weight_size[2:], stride, padding, dilation, strict=True))
-    if all(taps == 1 and step == 1 and pad == 0 for _, _, taps, step, pad, _ in geometry):
+    if all((size, taps, step, pad) == (out, 1, 1, 0) for size, out, taps, step, pad, _ in geometry):
         places = math.prod(input_size[2:])  # one tap: places are a single row
         geometry = [(places, places, 1, 1, 0, 1)]
     # Rows first: they are what is cut into chunks.

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import SUPPORTED_NODES, tree_map_only
 
-from surgeon_fx import allocator
 from surgeon_fx.adapt.losses import Loss, as_loss
 from surgeon_fx.adapt.statistics import adapting
 from surgeon_fx.api import is_transformed
@@ -183,8 +182,7 @@ class Adapter:
         `run` takes the batch to a loss and an output.
         """
         state = None if self.ranks is None else copy.deepcopy(self.loss.state_dict())
-        with allocator.more_follows():
-            loss, output = run(x)
+        loss, output = run(x)
         if self.ranks is None:
             self.backward(loss)
             return output, not self.last.skipped

@@ -82,6 +82,17 @@ class Layout:
         self.stride = x.stride() if is_dense(x) else torch.empty(x.shape, device="meta").stride()
 
 
+Packed = Any  # a Rounded, a Passed or a Remade
+Amend = Callable[[Tensor, Packed], Packed]  # a function's say in how one of its saves is kept
+
+
+class Remade(NamedTuple):
+    """What a function keeps, and what backward is given for it."""
+
+    packed: Packed
+    make: Callable[[], Tensor]
+
+
 class Passed(NamedTuple):
     """A tensor that stays as it is, and its version, which autograd does not check behind hooks."""
 
@@ -99,20 +110,38 @@ def rounding_for(slot: Slot, name: str) -> str | None:
 
 def run_rounded(slot: Slot, name: str, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The native function; what its own autograd nodes keep of activations is rounded."""
+    return run_amended(slot, name, native, None, None, *args, **kwargs)
+
+
+def run_amended(
+    slot: Slot,
+    name: str,
+    native: Callable[..., Any],
+    stays: Callable[[Tensor], bool] | None,
+    amend: Amend | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The same, but for saves that `stays` wants exact; `amend` sees all that is kept, in the function's order."""
     rounding = rounding_for(slot, name)
     if rounding is None or not torch.is_grad_enabled():
         return native(*args, **kwargs)
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-    def pack(x: Tensor) -> Rounded | Passed:
-        if x.grad_fn is None or is_parameter(x) or not can_round(x, rounding):
+    def pack(x: Tensor) -> Packed:
+        packed = pack_alone(x)
+        return packed if amend is None else amend(x, packed)
+
+    def pack_alone(x: Tensor) -> Packed:
+        exact = stays is not None and stays(x)
+        if exact or x.grad_fn is None or is_parameter(x) or not can_round(x, rounding):
             return Passed(_hand_on(hooks, x.detach()), x._version, hooks)
         first, second, record = round_save(x, rounding)
         if slot.group.observed:
             setattr(first, NOTE, make_note(slot, rounding, x))
         return Rounded(_hand_on(hooks, first), _hand_on(hooks, second), Layout(x, record, hooks))
 
-    with saved_tensors_hooks(pack, _unpack):
+    with saved_tensors_hooks(pack, unpack):
         return native(*args, **kwargs)
 
 
@@ -142,7 +171,9 @@ def _take_back(hooks: Any, x: Any) -> Any:
     return x if hooks is None else hooks[1](x)
 
 
-def _unpack(packed: Rounded | Passed) -> Tensor:
+def unpack(packed: Packed) -> Tensor:
+    if isinstance(packed, Remade):
+        return packed.make()
     if isinstance(packed, Passed):
         x = _take_back(packed.hooks, packed.tensor)
         if packed.hooks is None and x._version != packed.version:

@@ -46,10 +46,25 @@ static void *trim(void *unused) {
     return NULL;
 }
 
+/* A fork waits for the thread that watches, and must not wait for one that others start meanwhile. */
+static void *prepare_forks(void *unused) {
+    (void)unused;
+    for (int i = 0; i < 100; i++) {
+        int64_t begin = now_ms();
+        before_fork();
+        if (watching || extent_count) abort();
+        after_fork();
+        if (now_ms() - begin >= IDLE_MS * 9 / 10) puts("a fork waits for an idle moment"), abort();
+        usleep(1000);
+    }
+    return NULL;
+}
+
 int main(void) {
-    pthread_t threads[THREADS + 1];
+    pthread_t threads[THREADS + 2];
     for (uintptr_t i = 0; i < THREADS; i++) pthread_create(&threads[i], NULL, work, (void *)(i + 1));
     pthread_create(&threads[THREADS], NULL, trim, NULL);
+    pthread_create(&threads[THREADS + 1], NULL, prepare_forks, NULL);
 #ifndef __SANITIZE_THREAD__ /* it does not follow children of a process with threads */
     for (int i = 0; i < 10; i++) {
         pid_t child = fork();
@@ -58,7 +73,7 @@ int main(void) {
         if (waitpid(child, &status, 0) != child || status) return puts("a child failed"), 1;
     }
 #endif
-    for (int i = 0; i <= THREADS; i++) pthread_join(threads[i], NULL);
+    for (int i = 0; i <= THREADS + 1; i++) pthread_join(threads[i], NULL);
     int64_t in_use, waiting;
     sfx_blocks_count(&in_use, &waiting);
     if (in_use) return printf("%lld bytes are still counted\n", (long long)in_use), 1;

@@ -149,3 +149,16 @@ def test_runs_inside_a_compiled_graph(layout):
         for actual, expected in zip(compiled(x), round_trip(x), strict=True):
             assert torch.equal(actual, expected)
             assert actual.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_what_kernels_write_is_on_the_device_of_what_they_read(device):
+    """Whatever the default: a kernel is given addresses."""
+    x = torch.randn(40, 40, device="cpu")
+    with torch.device(device):
+        c = kernels.compress(x, 0.5)
+        found = [c.values, c.bitmask, kernels.decompress(c), *kernels.quantize(x), kernels.pack_sign(x)]
+        found += [kernels.unpack_bits(found[-1], x.shape), kernels.mask_by_bits(x, found[-1])]
+        found += [kernels.dequantize(*kernels.quantize(x), x.dtype)]
+    assert all(one.device.type == "cpu" for one in found)
+    assert torch.equal(found[2], kernels.decompress(kernels.compress(x, 0.5)))

@@ -117,6 +117,39 @@ def test_where_no_rounding_is_torchs_torch_runs(monkeypatch):
         module._rounding.cache_clear()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_probe_is_of_float32(dtype):
+    module._rounding.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert module._rounding(native.instruction_set()) is not None
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_default_device_is_not_for_what_kernels_write():
+    module._rounding.cache_clear()
+    with torch.device("meta"):
+        assert module._rounding(native.instruction_set()) is not None
+
+
+def test_a_negated_view_is_torchs():
+    x, *rest = draw((3, 4, 6, 6))
+    check((torch._neg_view(x), *rest), served=False)
+
+
+def test_an_eps_that_eager_refuses():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8, eps=0.0))
+    x = torch.randn(4, 3, 10, 10)
+    with pytest.raises(ValueError, match="eps must be positive"):
+        model(x)
+    model = surgeon_fx.transform(model)
+    surgeon_fx.ratios(model).fill(0.9)
+    with pytest.raises(ValueError, match="eps must be positive"):
+        model(x)
+
+
 def test_the_probe_sees_a_single_wrong_rounding(monkeypatch):
     right = module._rounding(native.instruction_set())
     run = module._run

@@ -44,6 +44,7 @@ CASES = {
     "transposed": ((2, 6, 9, 7), 5, (3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
     "transposed, groups": ((2, 6, 9, 7), 4, (2, 2), {"stride": 2, "groups": 2}),
     "transposed 1d, dilated": ((2, 6, 33), 5, (4,), {"stride": 3, "dilation": 2}),
+    "transposed 1x1, larger than its input": ((2, 32, 7, 9), 16, (1, 1), {"dilation": 2, "output_padding": 1}),
     "transposed 3d": ((1, 3, 4, 5, 4), 16, (2, 3, 2), {"stride": (2, 1, 2)}),
 }
 LAYOUTS = {

@@ -51,7 +51,8 @@ def test_attention(rounding, ratio):
     attend = attention.scaled_dot_product_attention
     actual = gradients(lambda *x: attend(layers.a, *computed(*x)), Q, K, V)
     out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(Q, K, V)
-    q, k, v, o = (round_by_hand(x, rounding) for x in (Q, K, V, out))
+    q, k, v = (round_by_hand(x, rounding) for x in (Q, K, V))
+    o, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
     g = output_gradient(out.shape)
     expected = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(g, q, k, v, o, log_sum, 0.0, False)
     assert_same(actual, {"output": out.detach(), **dict(zip("012", expected, strict=True))})
@@ -61,6 +62,21 @@ def test_attention(rounding, ratio):
         assert error < 0.03
     output = attend(layers.a, *computed(Q, K, V))
     assert held(output) == rounded_bytes(rounding, Q, K, V, out) + log_sum.nbytes
+
+
+@BOTH
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.rand(33, 33) > 0.3}, {"scale": 3.0}])
+def test_peaked_attention_stays_bounded(rounding, options):
+    """Logits of hundreds: rounded ones make another map, which still sums to one."""
+    layers = rounded_layers(rounding)
+    q, k = (20 * x.detach() for x in (Q, K))
+    q.requires_grad_(), k.requires_grad_()
+    attend = attention.scaled_dot_product_attention
+    actual = gradients(lambda *x: attend(layers.a, *computed(*x), **options), q, k, V)
+    rounded = [round_by_hand(x, rounding).detach().requires_grad_() for x in (q, k, V)]
+    expected = gradients(lambda *x: F.scaled_dot_product_attention(*x, **options), *rounded)
+    for name in "012":
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
 @BOTH
