@@ -100,9 +100,8 @@ def _run(
 def _rounding(_: str) -> int | None:
     """With which roundings an instruction set gives torch's bits; None where none does."""
     source = torch.Generator("cpu").manual_seed(0)
-    drawn = {"generator": source, "dtype": torch.float32, "device": "cpu"}
-    x = torch.randn(4, 19, 41, 37, **drawn).mul_(3).add_(1)
-    weight, bias, mean, var = torch.rand(4, 19, **drawn).unbind()
+    x = torch.empty(4, 19, 41, 37, dtype=torch.float32, device="cpu").normal_(1, 3, generator=source)
+    weight, bias, mean, var = x.new_empty(4, 19).uniform_(generator=source).unbind()
     for rounding in ROUNDINGS:
         ours, theirs = [mean.clone(), var.clone()], [mean.clone(), var.clone()]
         ours += _run(x, weight, bias, ours[0], ours[1], 1 / 3, 1e-5, rounding)
