@@ -56,17 +56,18 @@ def _rounded(
     """
     native, name = F.scaled_dot_product_attention, F.scaled_dot_product_attention.__name__
     arguments = (query, key, value, attn_mask, dropout_p, is_causal)
-    output_shape = (*query.shape[:-1], value.shape[-1])
+    row_shape = query.shape[:-1]  # autograd keeps the functions below: they may hold no activation
     if not query.is_cpu:
+        output_shape, of_value, of_others = (*row_shape, value.shape[-1]), id(value), (id(query), id(key))
 
         def stays(x: Tensor) -> bool:
-            return x is not value and (x is query or x is key or x.shape != output_shape)
+            return id(x) != of_value and (id(x) in of_others or x.shape != output_shape)
 
         return run_amended(slot, name, native, stays, None, *arguments, scale=scale, **rest)
     saves = _Saves(is_causal, scale)
 
     def amend(x: Tensor, packed: Packed) -> Packed:
-        return saves.add(packed, x.grad_fn is None and x.shape == query.shape[:-1])
+        return saves.add(packed, x.grad_fn is None and x.shape == row_shape)
 
     return run_amended(slot, name, native, None, amend, *arguments, scale=scale, **rest)
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from model_cases import Attention
 from op_cases import Layers, assert_same, gradients, held, output_gradient, parameter, tensor
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import surgeon_fx
@@ -77,6 +78,17 @@ def test_peaked_attention_stays_bounded(rounding, options):
     expected = gradients(lambda *x: F.scaled_dot_product_attention(*x, **options), *rounded)
     for name in "012":
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+@BOTH
+def test_no_unrounded_activation_outlives_attention(rounding):
+    layers = rounded_layers(rounding)
+    given = computed(Q, K, V)
+    storages = [StorageWeakRef(x.untyped_storage()) for x in given]
+    output = attention.scaled_dot_product_attention(layers.a, *given)
+    del given
+    assert all(one.expired() for one in storages)
+    output.sum().backward()
 
 
 @BOTH
